@@ -1,0 +1,77 @@
+"""The K/V tensors of every layer of target and drafts, and the table from row position to slot.
+
+A slot index means the same token in all layers of all models. Slot 0 is TRASH: padding may be
+written there, nothing is ever read from it. Which slots are free is not known here (cache/slots.py)
+and neither is whose they are (cache/store.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TRASH = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one attention layer keeps per token: `heads` K/V heads of `head_dim` values each."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return 2 * self.heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """K and V of one layer, [slots, heads, head_dim] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+class KVPool:
+    """`slots` usable slots (1..slots; slot 0 is TRASH) in every layer of `specs`.
+
+    table: [rows, positions + 1] int64, the slot of each row's cached token at each position; its
+    last column takes writes that are to be forgotten.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[KVSpec],
+        slots: int,
+        rows: int,
+        positions: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.specs = tuple(specs)
+        self.slots = slots
+        self.device = torch.device(device)
+        self.layers = [
+            LayerKV(
+                torch.zeros(slots + 1, spec.heads, spec.head_dim, dtype=spec.dtype, device=device),
+                torch.zeros(slots + 1, spec.heads, spec.head_dim, dtype=spec.dtype, device=device),
+            )
+            for spec in self.specs
+        ]
+        self.table = torch.zeros(rows, positions + 1, dtype=torch.int64, device=device)
+
+    def assign(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Write `slots` into the table for positions start.. of `row`."""
+        if slots:
+            self.table[row, start : start + len(slots)] = torch.tensor(
+                slots, dtype=torch.int64, device=self.device
+            )
+
+
+def bytes_per_slot(specs: Sequence[KVSpec]) -> int:
+    """Bytes one token's K/V takes in all layers together."""
+    return sum(spec.bytes_per_slot for spec in specs)

@@ -1,0 +1,214 @@
+"""What is asked of the engine and what it tells back; no tensors, no transports.
+
+A `Request` is immutable once submitted. Everything the engine says about it is an `Event`, handed
+to the publisher once per step for all requests together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Mode = Literal["auto", "off", "max"]
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+class RequestError(ValueError):
+    """A request that can't be served as asked; `field` names what is wrong.
+
+    code: invalid_request | context_length_exceeded | overloaded | draining | timeout | engine_error.
+    """
+
+    def __init__(self, field: str, message: str, code: str = "invalid_request") -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target's logits become a distribution. Defaults change nothing (greedy at T = 0).
+
+    Order: repetition, frequency and presence penalty, logit_bias, bad words and min_tokens masks,
+    temperature, top_k, top_p, min_p. seed None = a random one at admission. top_k 0 and top_p 1
+    are off. bad_words: token sequences that must not be completed.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+class Watch(Protocol):
+    """Looks for stop strings in the text of one choice; called in the engine's thread."""
+
+    def feed(self, tokens: Sequence[int], active_from: int) -> tuple[int, str] | None:
+        """Append tokens; the first stop string completed by one of them ends the choice.
+
+        A stop completed by tokens[i] with i < active_from does not count (min_tokens). Returns
+        (how many of `tokens` to keep, the one that completes the stop included; the string) or
+        None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a choice ends. max_tokens None = whatever the context leaves.
+
+    eos: the model's end ids; ignored with ignore_eos. token_ids: further ends. Both count as
+    emitted tokens and end with reason "stop"; neither can be chosen before min_tokens tokens exist.
+    watch: makes the stop-string watcher of one choice; None = no stop strings.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    eos: frozenset[int] = frozenset()
+    token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    watch: Callable[[], Watch] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The request's say in speculation.
+
+    mode auto: what the cost model finds best; off: one node per step; max: always as large a tree
+    as allowed. max_nodes: guesses per step at most, None = the engine's own limit. sources: names
+    of drafters allowed, None = all. prediction: token ids the client expects (Predicted Outputs).
+    """
+
+    mode: Mode = "auto"
+    max_nodes: int | None = None
+    sources: frozenset[str] | None = None
+    prediction: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and the n choices wanted for it.
+
+    logprobs: None = none, k >= 0 = chosen token plus k alternatives: log-softmax of the target's
+    raw logits, before penalties, bias, masks, temperature and filters. salt: namespace of the
+    prefix cache. priority: higher first. deadline: time.monotonic() seconds. sink: called with each
+    event of this request, in the thread of the link that delivers it. tag: the caller's own.
+    """
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    stopping: Stopping = field(default_factory=Stopping)
+    speculation: Speculation = field(default_factory=Speculation)
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    salt: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    sink: Callable[[Event], None] | None = None
+    tag: Any = None
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability of one token and of the `top` most probable ones, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one verify step did for one row.
+
+    drafted/accepted: guesses in the tree / on the accepted path. sources: per source name, how many
+    (drafted, accepted) of them. The times are of the whole step, in microseconds.
+    """
+
+    step: int
+    drafted: int
+    accepted: int
+    sources: dict[str, tuple[int, int]]
+    draft_us: int
+    verify_us: int
+    host_us: int
+    rows: int
+    tree_tokens: list[int]
+    tree_parents: list[int]
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one choice; completion counts exactly the tokens delivered."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """Milliseconds: waiting; admission to first token; arrival to first token; first to last."""
+
+    queue_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    decode_ms: float
+
+
+@dataclass(slots=True)
+class Started:
+    """Choice `index` was admitted and begins with `cached_tokens` of its prompt in the cache."""
+
+    request: Request
+    index: int
+    cached_tokens: int
+    queue_ms: float
+
+
+@dataclass(slots=True)
+class PromptScored:
+    """Log-probabilities of the prompt's tokens 1.. (token 0 has none)."""
+
+    request: Request
+    index: int
+    logprobs: list[TokenLogprob]
+
+
+@dataclass(slots=True)
+class Delta:
+    """The tokens one step emitted for one choice, the ending one included."""
+
+    request: Request
+    index: int
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None
+    step: StepRecord
+
+
+@dataclass(slots=True)
+class Finished:
+    """The last event of a choice. matched: the token id or stop string that ended it.
+
+    error is set when reason is "error" (a RequestError with code timeout, overloaded, ...)."""
+
+    request: Request
+    index: int
+    reason: Reason
+    matched: int | str | None
+    usage: Usage
+    timings: RequestTimings
+    error: RequestError | None = None
+
+
+Event = Started | PromptScored | Delta | Finished
