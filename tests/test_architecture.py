@@ -1,0 +1,280 @@
+"""The rules of the house, checked on the source: who imports whom, sizes, names, packaging.
+
+Knows the layout of the repository and reads modules as syntax trees; it runs none of them, apart
+from importing the light ones in a process of their own. Lint and types are in `test_lint.py`.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LADDER = ("cache", "kernels", "target", "draft", "spec", "api")
+MODULE_LINES = 450
+FUNCTION_LINES = 80
+
+
+def generated(path: Path) -> bool:
+    return "_pb2" in path.name
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+MODULES = sorted(
+    path for folder in LADDER for path in (ROOT / folder).rglob("*.py") if not generated(path)
+)
+# Held to the rules of form, yet no part of the installed package.
+BESIDE = sorted(
+    path for folder in ("bench", "tests", ".ci") for path in (ROOT / folder).rglob("*.py")
+)
+LIGHT = sorted(
+    path
+    for pattern in ("messages.py", "client.py", "version.py", "lang/**/*.py")
+    for path in (ROOT / "api").glob(pattern)
+)
+
+
+def dotted(path: Path) -> str:
+    """api/lang/__init__.py -> spec_serve.api.lang"""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("spec_serve", *(part for part in parts if part != "__init__")))
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
+    """Absolute names of all modules imported anywhere below `tree`, with their lines.
+
+    `from a import b` counts as a.b too: b may be a module. `package` resolves relative imports.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join(filter(None, (*above, base)))
+            yield base, node.lineno
+            for alias in node.names:
+                yield f"{base}.{alias.name}", node.lineno
+
+
+def package_of(path: Path) -> str:
+    return dotted(path if path.name == "__init__.py" else path.parent / "__init__.py")
+
+
+def climbs(tree: ast.AST, folder: str, package: str) -> list[str]:
+    """Imports that reach to the right of `folder` on the ladder, or to bare folder names."""
+    allowed = LADDER[: LADDER.index(folder) + 1]
+    wrong = []
+    for name, line in imported(tree, package):
+        parts = name.split(".")
+        if parts[0] == "spec_serve" and len(parts) > 1 and parts[1] not in allowed:
+            wrong.append(f"line {line}: {folder} imports {name}")
+        # `tests` and `bench` are not installed; a bare `cache` is somebody else's.
+        if parts[0] in (*LADDER, "tests", "bench"):
+            wrong.append(f"line {line}: {name} is not below spec_serve")
+    return wrong
+
+
+def chain(node: ast.AST) -> str:
+    """The dotted name of an expression such as torch.load; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = chain(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def may_read_environment(name: str) -> bool:
+    return bool(re.fullmatch(r"api/(cli\w*|config)\.py|api/cli/.*|target/hub\w*\.py", name))
+
+
+def may_print(name: str) -> bool:
+    return bool(re.fullmatch(r"api/cli\w*\.py|api/cli/.*|target/hub\w*\.py", name))
+
+
+def forbidden(tree: ast.AST, name: str) -> list[str]:
+    """Uses, in the module called `name`, of what the house forbids."""
+    wrong = []
+    for module, line in imported(tree, "spec_serve"):
+        if module.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "marshal"):
+            wrong.append(f"line {line}: {module} runs code of whoever wrote the file")
+        if module in ("os.environ", "os.getenv") and not may_read_environment(name):
+            wrong.append(f"line {line}: {module}: behaviour must not hang on the environment")
+        if module == "torch.load":
+            wrong.append(f"line {line}: torch.load runs code of whoever wrote the file")
+    for node in ast.walk(tree):
+        used = chain(node) if isinstance(node, ast.Attribute) else ""
+        if used == "torch.load":
+            wrong.append(f"line {node.lineno}: torch.load runs code of whoever wrote the file")
+        if used in ("os.environ", "os.getenv") and not may_read_environment(name):
+            wrong.append(f"line {node.lineno}: {used}: behaviour must not hang on the environment")
+        if not isinstance(node, ast.Call):
+            continue
+        if chain(node.func) == "print" and not may_print(name):
+            wrong.append(f"line {node.lineno}: print belongs to the command line")
+        for keyword in node.keywords:
+            if keyword.arg == "trust_remote_code" and not (
+                isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            ):
+                wrong.append(f"line {node.lineno}: trust_remote_code runs code of a model's author")
+    return wrong
+
+
+def too_long(tree: ast.AST) -> list[str]:
+    """Functions beyond FUNCTION_LINES, their docstring not counted."""
+    wrong = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            start = node.lineno
+            if ast.get_docstring(node) is not None:
+                start += (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            lines = (node.end_lineno or start) - start + 1
+            if lines > FUNCTION_LINES:
+                wrong.append(f"line {node.lineno}: {node.name} has {lines} lines")
+    return wrong
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_imports_go_down_the_ladder(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[0]
+    assert climbs(parsed(path), folder, package_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("cache", "import spec_serve.kernels.base"),
+        ("cache", "from spec_serve import kernels"),
+        ("target", "def f():\n    from spec_serve.draft.base import Drafter"),
+        ("draft", "from ..spec import engine"),
+        ("spec", "if TYPE_CHECKING:\n    from spec_serve.api.messages import X"),
+        ("api", "from cache.tree import TokenTree"),
+    ],
+)
+def test_an_import_up_the_ladder_is_found(folder: str, source: str) -> None:
+    assert climbs(ast.parse(source), folder, f"spec_serve.{folder}") != []
+
+
+def test_an_import_down_the_ladder_is_allowed() -> None:
+    source = "from ..cache.tree import Tree\nimport spec_serve.target.model\nfrom . import grow"
+    assert climbs(ast.parse(source), "draft", "spec_serve.draft") == []
+
+
+@pytest.mark.parametrize("path", LIGHT, ids=relative)
+def test_light_modules_do_not_import_torch(path: Path) -> None:
+    code = (
+        f"import sys, {dotted(path)}\n"
+        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_no_module_uses_what_is_forbidden(path: Path) -> None:
+    assert forbidden(parsed(path), relative(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("target/weights.py", "import pickle"),
+        ("target/weights.py", "from pickle import loads"),
+        ("target/weights.py", "import torch\ntorch.load('x')"),
+        ("target/tokenizer.py", "load('x', trust_remote_code=True)"),
+        ("spec/engine.py", "import os\nfast = os.environ.get('FAST')"),
+        ("spec/engine.py", "from os import environ"),
+        ("spec/engine.py", "print('here')"),
+    ],
+)
+def test_what_is_forbidden_is_found(name: str, source: str) -> None:
+    assert forbidden(ast.parse(source), name) != []
+
+
+def test_the_command_line_may_print_and_read_the_environment() -> None:
+    assert forbidden(ast.parse("import os\nprint(os.environ['HOME'])"), "api/cli.py") == []
+
+
+@pytest.mark.parametrize("path", MODULES + BESIDE, ids=relative)
+def test_every_module_says_what_it_knows(path: Path) -> None:
+    said = ast.get_docstring(parsed(path))
+    assert said, "a module opens with a docstring: what it knows and what it does not"
+
+
+@pytest.mark.parametrize("path", MODULES + BESIDE, ids=relative)
+def test_no_module_is_too_long(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MODULE_LINES
+
+
+@pytest.mark.parametrize("path", MODULES + BESIDE, ids=relative)
+def test_no_function_is_too_long(path: Path) -> None:
+    assert too_long(parsed(path)) == []
+
+
+def test_a_function_that_is_too_long_is_found() -> None:
+    body = "    x = 1\n" * FUNCTION_LINES
+    assert too_long(ast.parse(f"def f():\n{body}")) != []
+    assert too_long(ast.parse(f'def f():\n    """Said."""\n{body[10:]}')) == []
+
+
+def test_the_packages_listed_are_the_folders_on_disk() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for folder in LADDER for path in (ROOT / folder).rglob("*.py")}
+    expected = {dotted(folder / "__init__.py"): relative(folder) for folder in folders}
+    assert sorted(listed["packages"]) == sorted(expected)
+    assert listed["package-dir"] == expected
+    assert [relative(f) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
+
+
+def test_type_checkers_see_every_folder() -> None:
+    links = {path.name: path.resolve() for path in (ROOT / ".typing/spec_serve").iterdir()}
+    assert links == {folder: ROOT / folder for folder in LADDER}
+
+
+# Pieced together, or this file would find itself.
+HOSTS = re.compile("files.python" + r"hosted\.org|opt/" + "pypi|opt/" + "wheels|artifact" + "ory")
+PATHS = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/[\w.]")
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_file_names_a_machine() -> None:
+    wrong = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if HOSTS.search(line) or PATHS.search(line):
+                wrong.append(f"{relative(path)}:{number}")
+    assert wrong == []
+
+
+def test_a_machines_path_is_found() -> None:
+    assert PATHS.search("cd " + "/work" + "/main")
+    assert PATHS.search('"' + "/root" + '/.cache"')
+    assert not PATHS.search("src" + "/work" + "/main")
