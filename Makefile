@@ -25,26 +25,28 @@ SPACE  := $(EMPTY) $(EMPTY)
 list    = [$(subst $(SPACE),$(COMMA),$(strip $1))]
 RUN    := $(STAMPS)/run$(subst $(SPACE),,$(addprefix +,$(strip $(EXTRAS))))
 DEV    := $(STAMPS)/dev$(subst $(SPACE),,$(addprefix +,$(strip $(EXTRAS))))
+# What serves: the test environment has everything too.
+READY  := $(if $(wildcard $(DEV)),$(DEV),$(RUN))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format bench clean
+.PHONY: help serve test lint bench clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-serve: $(RUN) ## set up, fetch the default model and serve it
+serve: $(READY) ## set up, fetch the default model and serve it
 	@echo "spec-serve: serving $(MODEL); once it is ready open http://$(HOST):$(PORT)/ (Ctrl-C stops it)"
 	@exec $(BIN)/spec-serve --target $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV) ## set up and run the whole test suite, lint and types included
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 lint: $(DEV) ## ruff and mypy alone
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(RUN) ## measure latency with the default model, speculation on and off
+bench: $(READY) ## measure latency with the default model, speculation on and off
 	$(BIN)/spec-serve bench latency --target $(MODEL) $(ARGS)
 
 clean: ## remove the environment and every cache of the tools (models stay)
@@ -70,6 +72,7 @@ $(BIN)/python:
 $(TORCH): .ci/install_torch.py | $(BIN)/python
 	@mkdir -p $(STAMPS)
 	@$(BIN)/python .ci/install_torch.py --constraint $@
+	@touch $@
 
 $(RUN): WHAT = .$(if $(strip $(EXTRAS)),$(call list,$(EXTRAS)))
 $(DEV): WHAT = .$(call list,dev $(EXTRAS))

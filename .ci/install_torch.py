@@ -30,6 +30,10 @@ class NotInstalled(Exception):
     """One way of getting torch did not work; the message says why."""
 
 
+class WouldBringCuda(Exception):
+    """The installation would fetch CUDA for a machine without a GPU; the message says how."""
+
+
 def release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
     numbers = []
@@ -72,6 +76,7 @@ def installed_torch() -> str | None:
 
 
 def canonical(name: str) -> str:
+    """The name as indexes compare it."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
@@ -159,12 +164,25 @@ def install_on_cpu_machine() -> None:
 
 
 def refuse_cuda(*arguments: str) -> None:
-    """Raise NotInstalled if `pip install *arguments` would bring a CUDA package."""
+    """Raise WouldBringCuda if `pip install *arguments` would bring a CUDA package."""
     parts = sorted(entry["metadata"]["name"] for entry in planned(*arguments) if cuda_parts(entry))
     if parts:
-        raise NotInstalled(
+        raise WouldBringCuda(
             f"there is no NVIDIA GPU here, yet this would install CUDA through {', '.join(parts)}"
         )
+
+
+def install_torch() -> None:
+    """Make sure that some torch >= 2.9 is installed; raises NotInstalled with all reasons."""
+    version = installed_torch()
+    if version is not None and release(version) >= MINIMUM:
+        return
+    if has_nvidia_gpu():
+        print("torch: NVIDIA GPU found, installing the ordinary build", flush=True)
+        if pip("install", WANTED) != 0:
+            raise NotInstalled(f"pip could not install {WANTED}")
+    else:
+        install_on_cpu_machine()
 
 
 def main() -> int:
@@ -173,35 +191,30 @@ def main() -> int:
     parser.add_argument(
         "--refuse-cuda",
         nargs=argparse.REMAINDER,
-        default=None,
-        help="instead of installing torch: check what pip install with these arguments would bring",
+        default=[],
+        help="then check what pip install with these arguments would bring",
     )
     given = parser.parse_args()
     try:
-        if given.refuse_cuda is not None:
-            if not has_nvidia_gpu():
-                refuse_cuda("--constraint", str(given.constraint), *given.refuse_cuda)
-            return 0
-        version = installed_torch()
-        if version is not None and release(version) >= MINIMUM:
-            print(f"torch: keeping {version}", flush=True)
-        elif has_nvidia_gpu():
-            print("torch: NVIDIA GPU found, installing the ordinary build", flush=True)
-            if pip("install", WANTED) != 0:
-                raise NotInstalled(f"pip could not install {WANTED}")
-        else:
-            install_on_cpu_machine()
-    except NotInstalled as error:
+        install_torch()
+        pin = f"torch=={installed_torch()}\n"
+        # Left alone where nothing changed: make compares the times of files.
+        if not given.constraint.exists() or given.constraint.read_text() != pin:
+            given.constraint.write_text(pin)
+            print(pin.strip(), flush=True)
+        if given.refuse_cuda and not has_nvidia_gpu():
+            refuse_cuda("--constraint", str(given.constraint), *given.refuse_cuda)
+    except WouldBringCuda as error:
         print(f"\nspec-serve set-up stopped: {error}.", file=sys.stderr)
+        return 1
+    except NotInstalled as error:
         print(
+            f"\nspec-serve set-up stopped: {error}.\n"
             "Install a torch >= 2.9 of your choice into this environment and run make again:\n"
             f"  {sys.executable} -m pip install torch --index-url {CPU_INDEX}",
             file=sys.stderr,
         )
         return 1
-    version = metadata.version("torch")
-    given.constraint.write_text(f"torch=={version}\n")
-    print(f"torch: {version}", flush=True)
     return 0
 
 

@@ -9,9 +9,14 @@ import random
 import numpy
 import pytest
 import torch
+from hypothesis import settings
 
 # Test processes run side by side and their tensors are tiny: threads would only fight.
 torch.set_num_threads(1)
+
+# The same examples in every run, and no verdict that depends on how busy the machine is.
+settings.register_profile("spec_serve", derandomize=True, deadline=None)
+settings.load_profile("spec_serve")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

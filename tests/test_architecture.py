@@ -182,7 +182,9 @@ def test_light_modules_do_not_import_torch(path: Path) -> None:
         "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -240,6 +242,12 @@ def test_the_packages_listed_are_the_folders_on_disk() -> None:
     assert sorted(listed["packages"]) == sorted(expected)
     assert listed["package-dir"] == expected
     assert [relative(f) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
+
+
+def test_bare_folders_are_not_on_the_path() -> None:
+    # `python -m pytest` puts the root there, and then transformers finds our `kernels` for its own.
+    places = [Path(place or ".").resolve() for place in sys.path]
+    assert ROOT not in places and ROOT / "tests" not in places, "run `pytest`, not `python -m`"
 
 
 def test_type_checkers_see_every_folder() -> None:

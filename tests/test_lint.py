@@ -16,7 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def run(*command: str) -> None:
     """Run one tool as a module; fails with all it has to say."""
     ran = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if ran.returncode != 0:
         pytest.fail(ran.stdout + ran.stderr, pytrace=False)
