@@ -1,0 +1,162 @@
+"""Attention in plain torch: the specification every faster kernel is tested against.
+
+Works row by row, so that a row's result cannot depend on its neighbours. What depends on the
+structure alone (slots, masks) is made once per plan and shared by all layers. Knows tensors and
+batches; not models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spec_serve.cache.batch import WORD, TreeBatch
+from spec_serve.cache.pool import LayerKV
+
+
+@dataclass(slots=True)
+class _View:
+    """What one row's queries see. keys: slots of the L keys, as a slice where they are consecutive.
+
+    mask: [n, L] additive (0 or -inf), None = everything is seen, or `causal`.
+    """
+
+    queries: slice
+    keys: slice | Tensor
+    mask: Tensor | None
+    causal: bool
+
+
+class TorchPlan:
+    """Attention of one batch, see `kernels/base.py`."""
+
+    def __init__(self, batch: TreeBatch, table: Tensor, first: int) -> None:
+        self._batch = batch
+        self._table = table
+        self._first = first
+        # Host copies of the structure: one wait for the device per forward.
+        self._node_ptr: list[int] = batch.node_ptr.tolist()
+        self._twig_ptr: list[int] = batch.twig_ptr.tolist()
+        self._prefix: list[int] = batch.prefix.tolist()
+        self._chain: list[int] = batch.chain.tolist()
+        self._row_ids: list[int] = batch.row_ids.tolist()
+        self._positions: list[int] = batch.positions.tolist()
+        self._views: dict[tuple[int | None, torch.dtype], list[_View]] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: LayerKV,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Write k and v, then attend; q [N, heads, D] -> [N, heads, D]."""
+        kv.k.index_copy_(0, self._batch.slots, k)
+        kv.v.index_copy_(0, self._batch.slots, v)
+        views = self._views.get((window, q.dtype))
+        if views is None:
+            views = [self._view(b, window, q.dtype) for b in range(len(self._row_ids))]
+            self._views[window, q.dtype] = views
+        outs = [_attend_row(q, kv, view, scale, softcap) for view in views]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _view(self, b: int, window: int | None, dtype: torch.dtype) -> _View:
+        start, stop = self._node_ptr[b], self._node_ptr[b + 1]
+        prefix, n = self._prefix[b], stop - start
+        twig = self._batch.twig_slots[self._twig_ptr[b] : self._twig_ptr[b + 1]]  # [S]
+        lowest = self._first
+        if window is not None:
+            lowest = max(lowest, min(self._positions[start:stop]) - window + 1)
+        lowest = min(lowest, prefix)
+        slots = torch.cat((self._table[self._row_ids[b], lowest:prefix], twig))  # [L]
+        visible = self._visible(b, lowest, len(twig), window)  # [n, L] or None
+        if visible is not None and n == 1:
+            slots, visible = slots[visible[0]], None  # a lone node's keys need no mask
+        keys = _as_slice(slots)
+        if visible is None:
+            return _View(slice(start, stop), keys, None, False)
+        if n == slots.shape[0] and bool(torch.equal(visible, visible.new_ones(n, n).tril())):
+            return _View(slice(start, stop), keys, None, True)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return _View(slice(start, stop), keys, mask.masked_fill_(~visible, float("-inf")), False)
+
+    def _visible(self, b: int, lowest: int, size: int, window: int | None) -> Tensor | None:
+        """Which of the prefix from `lowest` on and of the `size` twig nodes each query sees."""
+        start, stop = self._node_ptr[b], self._node_ptr[b + 1]
+        prefix, batch = self._prefix[b], self._batch
+        device = batch.positions.device
+        if self._chain[b]:
+            if stop - start == 1:
+                return None  # `lowest` has cut what lies outside the window
+            twig = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+        else:
+            node = torch.arange(size, device=device)
+            words = batch.ancestors[start:stop, node // WORD]  # [n, S]
+            twig = (words >> (node % WORD)) & 1 != 0
+        columns = torch.arange(lowest, prefix, device=device)
+        if window is None:
+            cached = torch.ones(stop - start, prefix - lowest, dtype=torch.bool, device=device)
+        else:
+            positions = batch.positions[start:stop, None]
+            cached = columns[None] > positions - window  # [n, prefix - lowest]
+            # Along a path nodes follow each other in index order, so the number of visible nodes
+            # from j on is 1 + the distance from the query up to j.
+            distance = twig.flip(1).cumsum(1).flip(1)
+            twig = twig & (distance <= window)
+        return torch.cat((cached, twig), 1)
+
+
+def _as_slice(slots: Tensor) -> slice | Tensor:
+    """Consecutive slots as a slice: a view of the pool instead of a copy."""
+    low = int(slots[0])
+    run = torch.arange(low, low + slots.shape[0], device=slots.device)
+    return slice(low, low + slots.shape[0]) if torch.equal(slots, run) else slots
+
+
+def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: float | None) -> Tensor:
+    """[n, heads, D] of one row."""
+    keys = view.keys
+    if isinstance(keys, slice):
+        k, v = kv.k[keys], kv.v[keys]  # [L, kv heads, D]
+    else:
+        k, v = kv.k.index_select(0, keys), kv.v.index_select(0, keys)
+    q, k, v = q[view.queries].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            q[None],
+            k[None],
+            v[None],
+            attn_mask=view.mask,
+            is_causal=view.causal,
+            scale=scale,
+            enable_gqa=q.shape[0] != k.shape[0],
+        )
+        return out[0].transpose(0, 1)
+    heads, n, dim = q.shape
+    folded = q.reshape(k.shape[0], -1, dim).float()  # [kv heads, group * n, D]
+    scores = torch.bmm(folded, k.float().transpose(1, 2)).view(heads, n, -1) * scale
+    scores = torch.tanh(scores / softcap) * softcap  # [heads, n, L]
+    if view.mask is not None:
+        scores = scores + view.mask
+    elif view.causal:
+        unseen = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, float("-inf"))
+    weights = scores.softmax(-1).view(k.shape[0], -1, scores.shape[-1])
+    return torch.bmm(weights, v.float()).view(heads, n, dim).transpose(0, 1).to(q.dtype)
+
+
+class TorchAttention:
+    """The torch reference as a backend: runs on any device and in any float dtype."""
+
+    name = "torch"
+
+    def plan(self, batch: TreeBatch, table: Tensor, first: int = 0) -> TorchPlan:
+        """Prepare one forward; table [rows, positions] holds the slots of cached tokens."""
+        return TorchPlan(batch, table, first)

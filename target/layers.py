@@ -1,0 +1,180 @@
+"""The parts a transformer block is made of: linear maps, norms, attention, gated MLP, block.
+
+Plain classes holding tensors, used by the target and by draft bodies alike. They know shapes and
+arithmetic; where weights come from is target/model.py's concern, how attention runs the kernels'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spec_serve.cache.pool import LayerKV
+from spec_serve.kernels.base import AttentionPlan
+from spec_serve.target.rope import Rotation, rotate
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def activation(name: str) -> Activation:
+    """The function behind a name of `ACTIVATIONS`."""
+    if name == "silu":
+        return F.silu
+    if name == "gelu":
+        return F.gelu
+    assert name == "gelu_pytorch_tanh", name
+    return lambda x: F.gelu(x, approximate="tanh")
+
+
+@cache
+def _can_pack() -> bool:
+    """Whether this build of torch has oneDNN's prepacked linear for float32 on a CPU."""
+    try:
+        eye = torch.eye(16)
+        packed = torch.ops.mkldnn._reorder_linear_weight(eye)
+        out = torch.ops.mkldnn._linear_pointwise(eye, packed, None, "none", [], "")
+    except (AttributeError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return False
+    return torch.equal(out, eye)
+
+
+class Linear:
+    """y = x W^T + b, W [out, in].
+
+    In float32 on a CPU the weight is held in oneDNN's blocked layout and the plain one is given up:
+    2 to 8 rows then cost what one costs, and a row's result does not depend on how many others are
+    computed with it, which F.linear does not promise. Pass `pack=False` to keep the plain layout.
+    """
+
+    __slots__ = ("_packed", "_plain", "bias", "inputs", "outputs")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.bias = bias
+        self._packed: Tensor | None = None
+        self._plain: Tensor | None = weight
+        if pack and weight.dtype == torch.float32 and weight.device.type == "cpu" and _can_pack():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self._plain = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [N, in] -> [N, out]."""
+        if self._packed is not None:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._packed, self.bias, "none", [], ""
+            )
+            return y
+        assert self._plain is not None
+        return F.linear(x, self._plain, self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] in the plain layout; a copy where the weight is packed."""
+        if self._packed is not None:
+            return self._packed.to_dense()
+        assert self._plain is not None
+        return self._plain
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and the bias."""
+        held = self._plain if self._plain is not None else self.bias
+        size = held.dtype.itemsize if held is not None else 4
+        return (self.outputs * self.inputs + (0 if self.bias is None else self.outputs)) * size
+
+
+class RMSNorm:
+    """x / rms(x) * w over the last axis, statistics in float32.
+
+    zero_centred: multiply by 1 + w, in float32 (Gemma); otherwise the normed value is cast to x's
+    dtype before it is multiplied.
+    """
+
+    __slots__ = ("eps", "shape", "weight", "widen")
+
+    def __init__(self, weight: Tensor, eps: float, zero_centred: bool = False) -> None:
+        self.weight = weight.float() + 1.0 if zero_centred else weight
+        self.eps = eps
+        self.shape = tuple(weight.shape)
+        self.widen = weight.dtype != torch.float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., H] -> the same shape and dtype."""
+        if not self.widen:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        if self.weight.dtype == torch.float32:
+            return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Self-attention of one layer; `qkv` maps to query heads, then K heads, then V heads."""
+
+    qkv: Linear
+    out: Linear
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+    def __call__(self, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan) -> Tensor:
+        """x: [N, in] -> [N, H]; writes K and V of the N nodes to `kv`."""
+        heads, kv_heads = self.heads, self.kv_heads
+        y = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qk, v = y[:, : heads + kv_heads], y[:, heads + kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
+        qk = rotate(qk, rotation)
+        mixed = plan.attend(
+            qk[:, :heads],
+            qk[:, heads:],
+            v,
+            kv,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )  # [N, heads, D]
+        return self.out(mixed.reshape(-1, heads * self.head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(act(gate(x)) * up(x)); `gate_up` maps to the gate's outputs, then the up's."""
+
+    gate_up: Linear
+    down: Linear
+    act: Activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [N, H] -> [N, H]."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.act(gate).mul_(up))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A pre-norm decoder layer; the two after-norms are Gemma's."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: MLP
+    after_attention: RMSNorm | None = None
+    after_mlp: RMSNorm | None = None
+
+    def __call__(self, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan) -> Tensor:
+        """Residual stream x [N, H] -> [N, H]; x itself is left as it is (it may be tapped)."""
+        mixed = self.attention(self.attention_norm(x), rotation, kv, plan)
+        x = x + (mixed if self.after_attention is None else self.after_attention(mixed))
+        made = self.mlp(self.mlp_norm(x))
+        return x + (made if self.after_mlp is None else self.after_mlp(made))

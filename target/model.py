@@ -1,0 +1,315 @@
+"""The one transformer: maps a batch of token trees to logits and tapped hidden states.
+
+`load_model` checks a checkpoint against its configuration and streams the weights in, one tensor at
+a time. Knows blocks and tensor names; not which architecture it runs (target/families.py), how
+attention is computed (kernels/) or what the logits are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spec_serve.cache.batch import TreeBatch
+from spec_serve.cache.pool import KVSpec, LayerKV
+from spec_serve.kernels.base import AttentionPlan
+from spec_serve.target.config import ConfigError, ModelConfig
+from spec_serve.target.layers import MLP, Attention, Block, Linear, RMSNorm, activation
+from spec_serve.target.rope import Rotary
+
+PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+"""Where the layers may stand in a checkpoint's names."""
+
+Progress = Callable[[int, int], None]
+"""Called with (elements loaded, elements in all)."""
+
+
+class Weights(Protocol):
+    """The part of a checkpoint that loading needs (target/weights.py)."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> Sequence[int]: ...
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class TargetOut:
+    """What a forward returns.
+
+    logits: [M, V] float32 at batch.logits_at. taps: [N, T * H], the asked boundaries side by side,
+    or None. hidden: [M, H] after the final norm, what the head reads.
+    """
+
+    logits: Tensor
+    taps: Tensor | None
+    hidden: Tensor
+
+
+class Transformer:
+    """A decoder-only transformer in eager torch, for inference only.
+
+    embedding: [V, H]. Boundary b, 0..L, is the residual stream after b layers, before any norm.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,
+        blocks: Sequence[Block],
+        norm: RMSNorm,
+        head: Linear,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.blocks = tuple(blocks)
+        self.norm = norm
+        self.lm_head = head
+        self.dtype = dtype
+        self.device = embedding.device
+        self._rotary = Rotary(config.rope, config.head_dim, dtype, self.device)
+        self._local_rotary = (
+            None
+            if config.local_rope is None
+            else Rotary(config.local_rope, config.head_dim, dtype, self.device)
+        )
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """K/V each layer keeps per token."""
+        config = self.config
+        return (KVSpec(config.kv_heads, config.head_dim, self.dtype),) * config.layers
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [N] -> [N, H], scaled as the model's first layer expects it."""
+        x = F.embedding(tokens, self.embedding).to(self.dtype)
+        if self.config.embed_scale == 1.0:
+            return x
+        # The factor is rounded to the model's dtype first: that is what the weights were tuned to.
+        return x * torch.tensor(self.config.embed_scale, dtype=self.dtype, device=self.device)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [M, H] after the final norm -> logits [M, V] float32."""
+        logits = self.lm_head(hidden).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def forward(
+        self,
+        batch: TreeBatch,
+        layers: Sequence[LayerKV],
+        plan: AttentionPlan,
+        taps: tuple[int, ...] = (),
+    ) -> TargetOut:
+        """Run a batch, writing the nodes' K/V into `layers` (one per block) at batch.slots.
+
+        taps: boundaries wanted, in the order in which they are returned; ValueError outside 0..L.
+        """
+        config = self.config
+        for tap in taps:
+            if not 0 <= tap <= config.layers:
+                raise ValueError(f"taps: boundary {tap} is outside 0..{config.layers}")
+        with torch.inference_mode():
+            x = self.embed(batch.tokens)  # [N, H]
+            rotation = self._rotary.at(batch.positions)
+            local = rotation
+            if self._local_rotary is not None:
+                local = self._local_rotary.at(batch.positions)
+            tapped = {0: x}
+            for i, (block, kv) in enumerate(zip(self.blocks, layers, strict=True), 1):
+                x = block(x, rotation if block.attention.window is None else local, kv, plan)
+                if i in taps:
+                    tapped[i] = x
+            features = torch.cat([tapped[tap] for tap in taps], -1) if taps else None
+            hidden = self.norm(x.index_select(0, batch.logits_at))  # [M, H]
+            return TargetOut(self.head(hidden), features, hidden)
+
+
+class _Reader:
+    """Reads a checkpoint's tensors under names and shapes that were checked beforehand."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        self._weights = weights
+        self._names = set(weights.names())
+        self._dtype = dtype
+        self._device = device
+        self._progress: Progress | None = None
+        self._total = self._done = 0
+        self.prefix = next(
+            (p for p in PREFIXES if p + "embed_tokens.weight" in self._names), PREFIXES[0]
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def check(self, expected: Iterator[tuple[str, tuple[int, ...]]]) -> None:
+        """Raise ConfigError at the first tensor that is missing or has another shape."""
+        for name, shape in expected:
+            if name not in self._names:
+                raise ConfigError(f"{name}: missing from the checkpoint")
+            found = tuple(self._weights.shape(name))
+            if found != shape:
+                raise ConfigError(
+                    f"{name}: has shape {list(found)}, the configuration asks for {list(shape)}"
+                )
+            self._total += torch.Size(shape).numel()
+
+    def report_to(self, progress: Progress | None) -> None:
+        self._progress = progress
+
+    def tensor(self, name: str) -> Tensor:
+        held = self._weights.tensor(name, self._dtype).to(self._device)
+        self._count(held)
+        return held
+
+    def stacked(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> Tensor:
+        """Tensors of `sizes` rows one below the other, each read straight into its place."""
+        out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self._device)
+        for name, part in zip(names, out.split_with_sizes(list(sizes)), strict=True):
+            part.copy_(self._weights.tensor(name, self._dtype))
+            self._count(part)
+        return out
+
+    def _count(self, held: Tensor) -> None:
+        self._done += held.numel()
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def expected_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor a checkpoint must hold: (name, shape); the head is left to the caller."""
+    hidden, inner, dim = config.hidden, config.intermediate, config.head_dim
+    q, kv = config.heads * dim, config.kv_heads * dim
+    yield prefix + "embed_tokens.weight", (config.vocab, hidden)
+    yield prefix + "norm.weight", (hidden,)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.sandwich_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    linears = (
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for i in range(config.layers):
+        layer = f"{prefix}layers.{i}."
+        for name in norms:
+            yield f"{layer}{name}.weight", (hidden,)
+        if config.qk_norm:
+            yield layer + "self_attn.q_norm.weight", (dim,)
+            yield layer + "self_attn.k_norm.weight", (dim,)
+        for name, outputs, inputs, bias in linears:
+            yield f"{layer}{name}.weight", (outputs, inputs)
+            if bias:
+                yield f"{layer}{name}.bias", (outputs,)
+
+
+def _read_block(config: ModelConfig, reader: _Reader, i: int) -> Block:
+    layer = f"{reader.prefix}layers.{i}."
+    hidden, dim = config.hidden, config.head_dim
+    q, kv = config.heads * dim, config.kv_heads * dim
+
+    def norm(name: str) -> RMSNorm:
+        weight = reader.tensor(f"{layer}{name}.weight")
+        return RMSNorm(weight, config.eps, config.zero_centred)
+
+    def linear(names: Sequence[str], sizes: Sequence[int], inputs: int, bias: bool) -> Linear:
+        weight = reader.stacked([f"{layer}{name}.weight" for name in names], sizes, inputs)
+        biases = [f"{layer}{name}.bias" for name in names]
+        return Linear(weight, reader.stacked(biases, sizes) if bias else None)
+
+    attention = Attention(
+        qkv=linear(
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            (q, kv, kv),
+            hidden,
+            config.qkv_bias,
+        ),
+        out=linear(("self_attn.o_proj",), (hidden,), q, config.o_bias),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=dim,
+        scale=config.attention_scale,
+        window=config.windows[i],
+        softcap=config.attention_softcap,
+        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+    )
+    inner = config.intermediate
+    mlp = MLP(
+        linear(("mlp.gate_proj", "mlp.up_proj"), (inner, inner), hidden, config.mlp_bias),
+        linear(("mlp.down_proj",), (hidden,), inner, config.mlp_bias),
+        activation(config.activation),
+    )
+    after = "post_attention_layernorm"
+    if not config.sandwich_norms:
+        return Block(norm("input_layernorm"), attention, norm(after), mlp)
+    return Block(
+        norm("input_layernorm"),
+        attention,
+        norm("pre_feedforward_layernorm"),
+        mlp,
+        norm(after),
+        norm("post_feedforward_layernorm"),
+    )
+
+
+def load_model(
+    checkpoint: Weights,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Transformer:
+    """Build the model a checkpoint describes.
+
+    All names and shapes are checked before a tensor is read; ConfigError names the one at fault.
+    Tensors the model does not use (rotary buffers, vision towers) are left unread. A file that
+    ships an `lm_head` although its configuration ties it to the embedding is followed.
+    """
+    config = ModelConfig.from_checkpoint_config(checkpoint.config)
+    device = torch.device(device)
+    reader = _Reader(checkpoint, dtype, device)
+    heads = ("lm_head.weight", "language_model.lm_head.weight", reader.prefix + "lm_head.weight")
+    head_name = next((name for name in heads if name in reader), None)
+    if head_name is None and not config.tied_head:
+        raise ConfigError(
+            "lm_head.weight: missing from the checkpoint (tie_word_embeddings: false)"
+        )
+
+    def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield from expected_tensors(config, reader.prefix)
+        if head_name is not None:
+            yield head_name, (config.vocab, config.hidden)
+
+    reader.check(expected())
+    reader.report_to(progress)
+    with torch.inference_mode():
+        blocks = [_read_block(config, reader, i) for i in range(config.layers)]
+        norm = RMSNorm(
+            reader.tensor(reader.prefix + "norm.weight"), config.eps, config.zero_centred
+        )
+        embedding = reader.tensor(reader.prefix + "embed_tokens.weight")
+        head = Linear(embedding if head_name is None else reader.tensor(head_name))
+        if head_name is None and dtype == torch.float32:
+            embedding = _narrowed(embedding)
+        return Transformer(config, embedding, blocks, norm, head, dtype)
+
+
+def _narrowed(embedding: Tensor) -> Tensor:
+    """The embedding in bfloat16 if that loses nothing.
+
+    A tied head in a layout of its own means a second copy; most checkpoints are bfloat16, and
+    half of that copy is then zeros.
+    """
+    half = embedding.to(torch.bfloat16)
+    return half if torch.equal(half.to(embedding.dtype), embedding) else embedding
