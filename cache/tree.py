@@ -57,13 +57,13 @@ class TokenTree:
         return path
 
     def check(self) -> None:
-        """Assert what only our own bug can break: order, one root, given chain, distinct siblings."""
+        """Assert the structure: parents first, one root, a given chain, distinct siblings."""
         assert len(self.tokens) == len(self.parents) and 1 <= self.given <= len(self.tokens)
         seen: set[tuple[int, int]] = set()
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            assert parent == -1 if i == 0 else 0 <= parent < i, "parents must precede their children"
+            assert parent == -1 if i == 0 else 0 <= parent < i, "parents precede their children"
             assert i >= self.given or parent == i - 1, "given nodes form a chain"
-            assert i < self.given or parent >= self.given - 1, "guesses hang off the last given node"
+            assert i < self.given or parent >= self.given - 1, "guesses hang off the given end"
             assert (parent, token) not in seen, "siblings carry different tokens"
             seen.add((parent, token))
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spec_serve.cache.batch import TreeBatch
-from spec_serve.cache.pool import KVSpec
+from spec_serve.cache.pool import KVSpec, LayerKV
 
 
 @dataclass(slots=True)
@@ -80,6 +80,10 @@ class Drafter(Protocol):
     name: str
     kv_specs: tuple[KVSpec, ...]
     taps: tuple[int, ...]
+
+    def bind(self, layers: Sequence[LayerKV], table: Tensor) -> None:
+        """Hand over the pool's tensors of this drafter's layers, once, before the first step."""
+        ...
 
     def propose(self, seen: Seen, grants: Tensor, plan: Plan, noise: Noise) -> Trees | None:
         """Compute the draft K/V of `seen`, then grow a tree below each row's newest token.

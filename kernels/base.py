@@ -45,7 +45,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, batch: TreeBatch, table: Tensor, first: int = 0) -> AttentionPlan:
-        """Prepare one forward. table: [rows, positions] slots; first: first cached position seen."""
+        """Prepare one forward. table: [rows, positions]; first: first cached position seen."""
         ...
 
 

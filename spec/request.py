@@ -17,7 +17,8 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 class RequestError(ValueError):
     """A request that can't be served as asked; `field` names what is wrong.
 
-    code: invalid_request | context_length_exceeded | overloaded | draining | timeout | engine_error.
+    code: invalid_request | context_length_exceeded | overloaded | draining | timeout |
+    engine_error.
     """
 
     def __init__(self, field: str, message: str, code: str = "invalid_request") -> None:

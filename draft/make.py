@@ -1,0 +1,69 @@
+"""From the text of `--draft` to what drafts: the only place that knows drafters by name.
+
+Accepts `none`, `lookup`, a model (path, hub id or short name), or several joined by `+`. Loading
+the model is the caller's business, so that names can be checked before anything large is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spec_serve.cache.store import KVStore
+from spec_serve.draft.base import Source
+from spec_serve.draft.follow import Prediction
+from spec_serve.draft.lookup import Continuations, Ngram
+from spec_serve.draft.shared import Corpora, Shared
+
+LOOKUPS = ("prediction", "suffix", "radix", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """What `--draft` asks for: host look-ups or not, and a draft model's name or none."""
+
+    lookup: bool
+    model: str | None
+
+
+def parse_draft(text: str) -> DraftChoice:
+    """Read `--draft`. Raises ValueError naming the part that is wrong."""
+    lookup, model = False, None
+    parts = [part.strip() for part in text.split("+")]
+    for part in parts:
+        if not part:
+            raise ValueError(f"draft: {text!r} has an empty part")
+        if part == "none":
+            if len(parts) > 1:
+                raise ValueError("draft: none can't be joined with anything")
+        elif part == "lookup":
+            lookup = True
+        elif model is not None:
+            raise ValueError(f"draft: two models ({model} and {part}); one can be used at a time")
+        else:
+            model = part
+    return DraftChoice(lookup, model)
+
+
+class Lookups:
+    """Makes the look-up sources of each row and keeps the text they share, apart by salt."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._corpora = Corpora()
+
+    def sources(self, salt: str, tokens: Sequence[int], prediction: Sequence[int]) -> list[Source]:
+        """The sources of a row that begins with `tokens`; already told about them."""
+        made: list[Source] = []
+        if prediction:
+            made.append(Prediction(prediction, skip=len(tokens)))
+        made.append(Ngram())
+        made.append(Continuations(self._store.cursor(salt)))
+        made.append(Shared(self._corpora.of(salt)))
+        for source in made:
+            source.extend(tokens)
+        return made
+
+    def retired(self, salt: str, tokens: Sequence[int]) -> None:
+        """A row's text is complete: others under the same salt may find it."""
+        self._corpora.of(salt).add(tokens)

@@ -1,0 +1,360 @@
+"""Jobs out of rows, and rows' cache bookkeeping around a step.
+
+For every picked row: its given nodes, the guesses worth verifying, slots for all of them, one slot
+ahead for the token to come, and scratch slots for drafting. After the step the accepted ones are
+committed and the rest goes back. Knows the store and the drafters' numbers; no events, no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from spec_serve.cache.batch import Twig
+from spec_serve.cache.pool import TRASH
+from spec_serve.cache.store import KVStore, RowKV
+from spec_serve.cache.tree import TokenTree
+from spec_serve.draft.base import Drafter, Plan, Source
+from spec_serve.draft.budget import Calibration, Chooser, CostCurve, best_count
+from spec_serve.draft.mix import Candidates, is_ordered
+from spec_serve.spec.request import Mode
+from spec_serve.spec.row import Row
+from spec_serve.spec.step import DraftRow, Job, Result
+
+SourceMaker = Callable[[Row], list[Source]]
+
+
+@dataclass(slots=True)
+class _Part:
+    """One row's plan for the step: given nodes, whether they end its tokens, kept candidates."""
+
+    row: Row
+    given: int
+    final: bool
+    candidates: Candidates | None
+    keep: list[int]
+
+
+class Builder:
+    """Builds jobs. mode: what "auto" rows get (off = speculation is disabled for all).
+
+    max_nodes: guesses per row and step at most. sources: makes a row's look-ups. retired: told the
+    tokens of each finished row and its salt (text worth looking up later).
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        cost: CostCurve,
+        drafter: Drafter | None,
+        draft_cost: CostCurve | None,
+        sources: SourceMaker,
+        retired: Callable[[str, Sequence[int]], None],
+        mode: Mode,
+        max_nodes: int,
+    ) -> None:
+        self.store = store
+        self.cost = cost
+        self.calibration = Calibration()
+        self.mode = mode
+        self.max_nodes = max_nodes
+        self._drafter = drafter
+        self._taps = drafter is not None and bool(drafter.taps)
+        self._draft_cost = draft_cost
+        self._sources = sources
+        self._retired = retired
+        self._name = drafter.name if drafter is not None else ""
+        self._chooser = Chooser(cost, draft_cost, self.calibration, self._name, max_nodes)
+
+    def grow_always(self, depth: int, width: int) -> None:
+        """Have the device drafter grow trees of this shape every step, whether it pays or not."""
+        nodes = min(self.max_nodes, width * (1 + (depth - 1) * width))
+        self._chooser.fixed = Plan(depth, width, nodes)
+
+    # ---- a row's stay in the cache
+
+    def open(self, row: Row) -> RowKV | None:
+        """Match the row's tokens and pin what matched; None if no place is free."""
+        salt = row.request.salt
+        tokens: Sequence[int] = row.tokens if row.scored else ()
+        kv = self.store.open(tokens, salt)
+        if kv is not None and self._taps and self.store.drafted_prefix(kv) < len(kv.tokens):
+            usable = self.store.drafted_prefix(kv)
+            self.store.close(kv)
+            kv = self.store.open(tokens[:usable], salt)
+        if kv is None:
+            return None
+        hit = len(kv.tokens)
+        row.replay = hit > 0 and (hit == len(row.tokens) or self._taps)
+        row.drafted = self.store.drafted_prefix(kv) if self._drafter is not None else 0
+        row.next_slot = 0
+        row.shared = False
+        if row.sources is None and self._speculates(row):
+            row.sources = self._sources(row)
+        return kv
+
+    def release(self, row: Row) -> None:
+        """Preempt: what the row computed stays in the tree, the row starts over from there."""
+        assert row.kv is not None
+        self.store.close(row.kv)
+        row.kv = None
+        row.device_tree = row.candidates = row.tree = None
+        row.next_slot, row.source_of = 0, ()
+        if not row.scored:
+            row.prompt_scored = []
+
+    def retire(self, row: Row) -> None:
+        """The row is over: graft its tokens into the tree, give everything else back."""
+        if row.kv is not None:
+            self.store.close(row.kv)
+            row.kv = None
+            if row.sources is not None:
+                self._retired(row.request.salt, row.tokens)
+
+    def _mode(self, row: Row) -> Mode:
+        if self.mode == "off":
+            return "off"
+        asked = row.request.speculation.mode
+        return self.mode if asked == "auto" else asked
+
+    def _speculates(self, row: Row) -> bool:
+        return self._mode(row) != "off" and row.request.speculation.max_nodes != 0
+
+    # ---- building
+
+    def build(self, picked: list[tuple[Row, int]]) -> tuple[Job, list[Row], Row | None]:
+        """The job for the picked (row, given nodes), its rows, and the row that got no slots.
+
+        A starved row means nothing was built that can run: undo and make room.
+        """
+        parts = self._parts(picked)
+        plan = self._plan(picked)
+        job, rows, starved = self._grant(parts, plan)
+        if starved is not None and (plan.nodes or any(part.keep for part in parts)):
+            self.undo(rows)
+            for part in parts:
+                part.candidates, part.keep = None, []
+            lean = Plan(0, 0, 0)
+            job, rows, starved = self._grant(parts, lean)
+        return job, rows, starved
+
+    def _plan(self, picked: Sequence[tuple[Row, int]]) -> Plan:
+        """How large the device drafter grows this step."""
+        if self._drafter is None:
+            return Plan(0, 0, 0)
+        rows = [row for row, _ in picked if self._may_draft(row) and row.emitted > 0]
+        if not rows:
+            return Plan(0, 0, 0)
+        if any(self._mode(row) == "max" for row in rows):
+            return self._chooser.full()
+        return self._chooser.plan(len(rows))
+
+    def _may_draft(self, row: Row) -> bool:
+        if self._drafter is None or not self._speculates(row):
+            return False
+        allowed = row.request.speculation.sources
+        return allowed is None or self._drafter.name in allowed
+
+    def _parts(self, picked: Sequence[tuple[Row, int]]) -> list[_Part]:
+        parts: list[_Part] = []
+        auto: list[_Part] = []
+        given = emitting = 0
+        for row, count in picked:
+            final = row.prefix + count == len(row.tokens)
+            part = _Part(row, count, final, None, [])
+            parts.append(part)
+            given += count
+            row.source_of = ()
+            row.candidates = None
+            if not final:
+                continue
+            emitting += 1
+            if row.sources is None and row.device_tree is None:
+                continue
+            part.candidates, limit = self._candidates(row)
+            if part.candidates is None:
+                continue
+            if self._mode(row) == "max":
+                part.keep = part.candidates.order()[:limit]
+                given += len(part.keep)
+            else:
+                auto.append(part)
+        if auto:
+            self._share_out(auto, emitting, given)
+        return parts
+
+    def _candidates(self, row: Row) -> tuple[Candidates | None, int]:
+        """What the row could have verified, and how many nodes at most."""
+        asked = row.request.speculation
+        limit = self.max_nodes
+        if asked.max_nodes is not None:
+            limit = min(limit, asked.max_nodes)
+        depth = min(limit, row.limit - row.emitted - 1)
+        if depth <= 0:
+            return None, 0
+        found = row.collect(self.calibration, depth, limit, asked.sources, self._name)
+        return found, limit
+
+    def _share_out(self, parts: list[_Part], emitting: int, given: int) -> None:
+        """Give the step's node budget to the candidates most likely to be accepted."""
+        if len(parts) == 1:
+            part = parts[0]
+            candidates = part.candidates
+            assert candidates is not None
+            reach = candidates.reach
+            if is_ordered(reach):
+                order: Sequence[int] = range(len(reach))
+            else:
+                order = candidates.order()
+                reach = [reach[i] for i in order]
+            limit = self._limit(part.row)
+            best = best_count(reach[:limit], emitting, given, self.cost)
+            part.keep = list(order[:best])
+            return
+        pool: list[tuple[float, int, int]] = []
+        for p, part in enumerate(parts):
+            candidates = part.candidates
+            assert candidates is not None
+            order = candidates.order()[: self._limit(part.row)]
+            pool += [(-candidates.reach[i], p, i) for i in order]
+        pool.sort()
+        best = best_count([-entry[0] for entry in pool], emitting, given, self.cost)
+        for _, p, i in pool[:best]:
+            parts[p].keep.append(i)
+
+    def _limit(self, row: Row) -> int:
+        asked = row.request.speculation.max_nodes
+        return self.max_nodes if asked is None else min(self.max_nodes, asked)
+
+    def _grant(self, parts: list[_Part], plan: Plan) -> tuple[Job, list[Row], Row | None]:
+        """Slots for every part, and the job made of them."""
+        job = Job([], [], [], [], 0, plan=plan)
+        rows: list[Row] = []
+        twigs, states = job.twigs, job.states
+        nodes = 0
+        for part in parts:
+            row, count = part.row, part.given
+            kv = row.kv
+            assert kv is not None
+            prefix = row.prefix
+            given = row.tokens[prefix : prefix + count]
+            if part.keep and part.candidates is not None:
+                tree, row.source_of = part.candidates.tree(given, part.keep)
+                depths = part.candidates.depths
+                job.depth = max(job.depth, max(depths[i] for i in part.keep))
+                row.candidates = part.candidates
+            else:
+                tree = TokenTree(given, range(-1, count - 1), count)
+                row.source_of = ()
+            row.tree = tree
+            total = len(tree.tokens)
+            held = 1 if row.next_slot and not row.replay else 0
+            scratch = self._scratch(row, part, plan)
+            granted = self.store.grant(kv, total + 1 - held + max(scratch, 0))
+            rows.append(row)
+            if granted is None:
+                return job, rows, row
+            slots = [row.next_slot, *granted[: total - 1]] if held else granted[:total]
+            following = granted[total - held]
+            scoring = not row.scored
+            first = 0 if scoring else count - 1 if part.final else total
+            b = len(twigs)
+            if row.replay:
+                job.replays.append(nodes)
+            if scoring:
+                assert row.request.prompt_logprobs is not None
+                job.prompt_rows.append((b, row.request.prompt_logprobs))
+            if row.request.logprobs is not None and part.final:
+                job.score_rows.append((b, row.request.logprobs))
+            twigs.append(Twig(kv.row, prefix, tree, slots, first))
+            states.append(row.sampling)
+            job.next_slots.append(following)
+            job.next_tokens.append(-1 if part.final else row.tokens[prefix + count])
+            nodes += total
+            if scratch >= 0:
+                self._draft_row(job, row, b, granted[total + 1 - held :])
+        return job, rows, None
+
+    def _scratch(self, row: Row, part: _Part, plan: Plan) -> int:
+        """Slots for growing this row's tree; -1 if it takes no part in drafting."""
+        if self._drafter is None:
+            return -1
+        if self._taps:
+            return max(0, plan.depth - 1) * plan.width
+        if plan.nodes and part.final and row.emitted > 0 and self._may_draft(row):
+            return (plan.depth - 1) * plan.width
+        return -1
+
+    def _draft_row(self, job: Job, row: Row, b: int, grants: list[int]) -> None:
+        """What the drafter has to see of this row: certain tokens without draft K/V."""
+        twig = job.twigs[b]
+        kv = row.kv
+        assert kv is not None
+        end = twig.prefix + twig.tree.given
+        start = row.drafted
+        known = row.tokens[start:end]
+        cached = len(kv.slots)
+        slots = [
+            kv.slots[p] if p < cached else twig.slots[p - twig.prefix] for p in range(start, end)
+        ]
+        job.drafting.append(DraftRow(b, start, known, slots, grants, row.sampling))
+
+    def undo(self, rows: Sequence[Row]) -> None:
+        """Give back what `build` granted; the rows are as before."""
+        for row in rows:
+            if row.kv is not None:
+                self.store.commit(row.kv, (), (), (row.next_slot,) if row.next_slot else ())
+
+    # ---- after the step
+
+    def commit(self, row: Row, twig: Twig, path: Sequence[int], job: Job, b: int) -> None:
+        """The given nodes and the accepted path join the row; all other slots return."""
+        kv = row.kv
+        assert kv is not None
+        tree, slots = twig.tree, twig.slots
+        given, following = tree.given, job.next_slots[b]
+        skip = 1 if row.replay else 0
+        tokens = list(tree.tokens[skip:given])
+        kept = list(slots[skip:given])
+        for node in path:
+            tokens.append(tree.tokens[node])
+            kept.append(slots[node])
+        self.store.commit(kv, tokens, kept, (following,))
+        row.next_slot = following if following != TRASH else 0
+        row.replay = False
+        if job.drafting and any(part.b == b for part in job.drafting):
+            self.store.mark_drafted([*kv.slots[row.drafted :], following])
+            row.drafted = len(kv.tokens) + 1
+
+    def sources(self, row: Row, path: Sequence[int], given: int) -> dict[str, tuple[int, int]]:
+        """Per source name, (drafted, accepted) nodes of the row's verified tree."""
+        candidates = row.candidates
+        if candidates is None:
+            return {}
+        right = set(path)
+        counts: dict[str, tuple[int, int]] = {}
+        for guess, source in enumerate(row.source_of):
+            name = candidates.kinds[source].partition(":")[0]
+            drafted, accepted = counts.get(name, (0, 0))
+            counts[name] = (drafted + 1, accepted + (given + guess in right))
+        drafted, accepted = counts.get("prediction", (0, 0))
+        row.accepted_prediction += accepted
+        row.rejected_prediction += drafted - accepted
+        return counts
+
+    def observe(self, job: Job, result: Result) -> None:
+        """Correct the cost curves by what the step took (decoding steps only)."""
+        if job.score_rows or job.prompt_rows:
+            return
+        nodes = given = 0
+        for twig in job.twigs:
+            nodes += len(twig.tree.tokens)
+            given += twig.tree.given
+        if given == len(job.twigs):
+            self.cost.observe(nodes, result.verify_us / 1e3)
+        curve, plan, rows = self._draft_cost, job.plan, len(job.drafting)
+        if curve is None or not rows or not plan.nodes:
+            return
+        if all(len(row.known) <= 2 for row in job.drafting):
+            expected = curve.at(2 * rows) + (plan.depth - 1) * curve.at(plan.width * rows)
+            curve.rescale(result.draft_us / 1e3 / expected)

@@ -1,0 +1,363 @@
+"""Host half of the engine: the one loop everything runs through.
+
+A step picks rows, builds one job, lets the device run it and commits what was verified: to the
+cache, to the rows, to the outside. Requests and cancellations come in from any thread; everything
+else happens in the one thread that calls `step`. How guesses are made or verified isn't known here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
+
+from spec_serve.cache.store import KVStore
+from spec_serve.spec.admission import EngineInfo, Limits, check_request, make_rows
+from spec_serve.spec.build import Builder
+from spec_serve.spec.completion import Completion, collect
+from spec_serve.spec.request import (
+    Delta,
+    Event,
+    Finished,
+    PromptScored,
+    Reason,
+    Request,
+    RequestError,
+    RequestTimings,
+    Started,
+    StepRecord,
+    TokenLogprob,
+    Usage,
+)
+from spec_serve.spec.row import Row
+from spec_serve.spec.scheduler import Scheduler
+from spec_serve.spec.stats import EngineStats
+from spec_serve.spec.step import Device, Job, Result, Scored
+
+log = logging.getLogger("spec_serve.engine")
+
+
+class Engine:
+    """Serves requests on one device. `info` says what it is; see the methods for its threads."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        limits: Limits,
+        device: Device,
+        store: KVStore,
+        scheduler: Scheduler,
+        builder: Builder,
+    ) -> None:
+        self.info = info
+        self.limits = limits
+        self.store = store
+        self.scheduler = scheduler
+        self.builder = builder
+        self._device = device
+        self._wake = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._cancels: set[str] = set()
+        self._live: dict[str, list[Row]] = {}
+        self._pending = 0  # choices submitted and not finished, for the queue limit
+        self._draining = False
+        self._stopped = False
+        self._order = 0
+        self._events: list[Event] = []
+        self._timed: set[Row] = set()
+        self._stats = EngineStats(kv_total=store.total)
+
+    # ---- from any thread
+
+    def validate(self, request: Request) -> None:
+        """Raise RequestError naming the field if the request can't be served as asked."""
+        check_request(request, self.info, self.limits)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError at once if it is bad, or the engine full."""
+        self.validate(request)
+        with self._wake:
+            if self._draining or self._stopped:
+                raise RequestError("", "the server is shutting down", "draining")
+            if self._pending + request.n > self.limits.max_waiting + self.info.max_rows:
+                raise RequestError("", "too many requests are waiting", "overloaded")
+            if request.id in self._live or any(r.id == request.id for r in self._inbox):
+                raise RequestError("id", f"a request {request.id!r} is already running")
+            self._pending += request.n
+            self._inbox.append(request)
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request by the next step; unknown ids are ignored."""
+        with self._wake:
+            self._cancels.add(request_id)
+            self._wake.notify()
+
+    def drain(self) -> None:
+        """Take no new requests; those running and waiting finish."""
+        with self._wake:
+            self._draining = True
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End `run` after the step in progress."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+
+    def idle(self) -> bool:
+        """True if nothing runs, waits or is on its way in."""
+        with self._wake:
+            return not self._pending
+
+    def stats(self) -> EngineStats:
+        """A copy of the counters."""
+        stats = self._stats.copy()
+        stats.running = len(self.scheduler.running)
+        stats.waiting = len(self.scheduler.waiting) + len(self._inbox)
+        stats.kv_used = self.store.total - self.store.available()
+        return stats
+
+    # ---- the engine's own thread
+
+    def run(self, publish: Callable[[list[Event]], None]) -> None:
+        """Step until `stop`; hand all events of a step to `publish` at once."""
+        while True:
+            with self._wake:
+                while not (
+                    self._inbox or self._cancels or self._live or self._events or self._stopped
+                ):
+                    self._wake.wait()
+                if self._stopped:
+                    break
+            events = self.step()
+            if events:
+                publish(events)
+            elif not self.scheduler.running and self.scheduler.waiting:
+                with self._wake:  # waiting for a leader or for room: nothing can change by itself
+                    self._wake.wait(0.005)
+        for request_id in list(self._live):
+            self._cancels.add(request_id)
+        self._intake()
+        publish(self._take())
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests to their end in the calling thread, one Completion per choice in order."""
+        for request in requests:
+            self.submit(request)
+        events: list[Event] = []
+        while not self.idle():
+            events += self.step()
+        return collect(requests, events)
+
+    def step(self) -> list[Event]:
+        """One step: intake, one device step over all picked rows, commit. Returns the events."""
+        begun = perf_counter()
+        self._intake()
+        self._admit()
+        job, rows = self._build()
+        if not rows:
+            return self._take()
+        built = perf_counter()
+        try:
+            result = self._device.step(job)
+        except Exception:
+            log.exception("a step failed; its newest request is dropped")
+            self._drop_newest(rows)
+            return self._take()
+        ran = perf_counter()
+        self._stats.host_us += int((built - begun) * 1e6)
+        self._commit(rows, job, result, int((built - begun) * 1e6))
+        self.builder.observe(job, result)
+        self._stats.steps += 1
+        self._stats.host_us += int((perf_counter() - ran) * 1e6)
+        return self._take()
+
+    # ---- parts of a step
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _intake(self) -> None:
+        """Turn new requests into waiting rows; end cancelled and overdue ones."""
+        if self._inbox or self._cancels:
+            with self._wake:
+                requests, cancels = list(self._inbox), set(self._cancels)
+                self._inbox.clear()
+                self._cancels.clear()
+                made = []
+                for request in requests:
+                    rows = make_rows(request, self.info, monotonic(), self._order)
+                    self._order += request.n
+                    self._live[request.id] = list(rows)
+                    made += rows
+            self.scheduler.waiting += made
+            self._stats.requests += len(requests)
+            self._timed |= {row for row in made if row.request.deadline is not None}
+            for request_id in cancels:
+                for row in list(self._live.get(request_id, ())):
+                    self._stats.aborted += 1
+                    self._finish(row, "cancelled", None)
+        if self._timed:
+            now = monotonic()
+            for row in [r for r in self._timed if (r.request.deadline or now) <= now]:
+                error = RequestError("deadline", "the deadline has passed", "timeout")
+                self._finish(row, "error", None, error)
+
+    def _admit(self) -> None:
+        """Move waiting rows into the cache while there is room for their prompts."""
+        if not self.scheduler.waiting:
+            return
+        now = monotonic()
+        while (row := self.scheduler.next_waiting(now)) is not None:
+            running = self.scheduler.running
+            reserve = sum(8 for _ in running)
+            kv = self.builder.open(row)
+            if kv is None:
+                return
+            need = len(row.tokens) - len(kv.tokens) + 2
+            if running and self.store.available() < need + reserve:
+                self.store.close(kv)
+                return
+            row.kv = kv
+            if row.cached < 0:
+                row.cached = len(kv.tokens) - row.replay
+                row.admitted = now
+                self._stats.prompt_tokens += row.prompt_len
+                self._stats.prefix_hit_tokens += row.cached
+                queued = (now - row.arrived) * 1e3
+                self._events.append(Started(row.request, row.index, row.cached, queued))
+            self.scheduler.admit(row)
+
+    def _build(self) -> tuple[Job, list[Row]]:
+        """The next job; preempts rows, youngest first, while there are not enough slots."""
+        while True:
+            picked = self.scheduler.pick()
+            job, rows, starved = self.builder.build(picked)
+            if starved is None:
+                return job, rows
+            self.builder.undo(rows)
+            victim = self.scheduler.youngest(besides=starved) or starved
+            if victim is starved and len(self.scheduler.running) == 1:
+                error = RequestError("", "the KV store is too small for this request", "overloaded")
+                self._finish(starved, "error", None, error)
+                continue
+            self._stats.preempted += 1
+            self.builder.release(victim)
+            self.scheduler.put_back(victim)
+
+    def _commit(self, rows: list[Row], job: Job, result: Result, host_us: int) -> None:
+        now = monotonic()
+        stats = self._stats
+        verify_us, draft_us, count = result.verify_us, result.draft_us, len(rows)
+        for b, row in enumerate(rows):
+            path, bonus = result.paths[b], result.bonus[b]
+            twig = job.twigs[b]
+            tree = twig.tree
+            tokens = tree.tokens
+            given = tree.given
+            if not row.scored:
+                self._prompt_scores(row, result.prompt.get(b), bonus >= 0)
+            if bonus < 0:  # the prompt goes on
+                self.builder.commit(row, twig, [], job, b)
+                continue
+            new = [tokens[node] for node in path]
+            new.append(bonus)
+            if len(tokens) > given:
+                row.learn(self.builder.calibration, path, given)
+            if row.sources:
+                row.follow(self.builder.calibration, new)
+            taken, reason, matched = row.accept(new)
+            if taken < len(new):
+                del new[taken:]
+                path = path[:taken]
+            drafted = len(tokens) - given
+            accepted = min(len(path), taken)
+            self.builder.commit(row, twig, path, job, b)
+            row.device_tree = result.trees.get(b)
+            if row.first_token == 0.0:
+                row.first_token = now
+            row.last_token = now
+            row.steps += 1
+            stats.tokens_out += taken
+            stats.drafted += drafted
+            stats.accepted += accepted
+            lps = None
+            if row.request.logprobs is not None:
+                lps = _logprobs(result.logprobs.get(b, []), taken)
+            sources = self.builder.sources(row, path, given) if drafted else {}
+            record = StepRecord(
+                row.steps, drafted, accepted, sources, draft_us, verify_us, host_us, count,
+                list(tokens[given:]) if drafted else [],
+                [p - given for p in tree.parents[given:]] if drafted else [],
+            )  # fmt: skip
+            self._events.append(Delta(row.request, row.index, new, lps, record))
+            if reason is not None:
+                self._finish(row, reason, matched)
+            else:
+                if row.sources:
+                    for source in row.sources:
+                        source.extend(new)
+                if not row.shared and row.kv is not None:
+                    self.store.share(row.kv)
+                    row.shared = True
+
+    def _prompt_scores(self, row: Row, scored: Scored | None, last: bool) -> None:
+        row.prompt_scored += _logprobs(scored or [], None)
+        if last:
+            row.scored = True
+            self._events.append(PromptScored(row.request, row.index, row.prompt_scored))
+            row.prompt_scored = []
+
+    def _finish(
+        self,
+        row: Row,
+        reason: Reason,
+        matched: int | str | None,
+        error: RequestError | None = None,
+    ) -> None:
+        """End a choice: its cache place, its waiting place, its last event."""
+        self.builder.retire(row)
+        self.scheduler.retire(row)
+        self._timed.discard(row)
+        for other in self.scheduler.waiting:
+            if other.leader is row:
+                other.leader = None
+        request = row.request
+        live = self._live[request.id]
+        live.remove(row)
+        with self._wake:
+            if not live:
+                del self._live[request.id]
+            self._pending -= 1
+        begun, first = row.admitted or monotonic(), row.first_token
+        timings = RequestTimings(
+            (begun - row.arrived) * 1e3,
+            (first - begun) * 1e3 if first else 0.0,
+            (first - row.arrived) * 1e3 if first else 0.0,
+            (row.last_token - first) * 1e3,
+        )
+        usage = Usage(
+            row.prompt_len, max(row.cached, 0), row.emitted,
+            row.accepted_prediction, row.rejected_prediction,
+        )  # fmt: skip
+        self._stats.finished += 1
+        self._events.append(Finished(request, row.index, reason, matched, usage, timings, error))
+
+    def _drop_newest(self, rows: list[Row]) -> None:
+        """After a failed step: its newest row ends with an error, the others try again."""
+        self.builder.undo(rows)
+        newest = max(rows, key=lambda row: row.order)
+        error = RequestError("", "the engine failed while serving this request", "engine_error")
+        self._finish(newest, "error", None, error)
+        for row in rows:
+            if row is not newest:
+                # The failed step may have written slots it had not reached before: run afresh.
+                row.device_tree = None
+
+
+def _logprobs(scored: Scored, count: int | None) -> list[TokenLogprob]:
+    return [TokenLogprob(token, lp, top) for token, lp, top in scored[:count]]

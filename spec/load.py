@@ -1,0 +1,105 @@
+"""From what an operator writes to an engine: options checked, models found, loaded and paired.
+
+The one place where names of models become parts of an engine; spec/assemble.py puts them together.
+Options are checked, and target and draft compared, before anything large is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from spec_serve.draft.base import Drafter
+from spec_serve.draft.make import parse_draft
+from spec_serve.draft.standalone import StandaloneDrafter, common_vocabulary
+from spec_serve.kernels.base import pick_backend
+from spec_serve.spec.assemble import EngineOptions, assemble
+from spec_serve.spec.engine import Engine
+from spec_serve.target.hub import resolve
+from spec_serve.target.model import load_model
+from spec_serve.target.tokenizer import Tokenizer, load_tokenizer
+from spec_serve.target.weights import open_checkpoint
+
+Progress = Callable[[str, float], None]  # (what is going on, share done 0..1)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _quiet(what: str, share: float) -> None:
+    return None
+
+
+def _share(progress: Progress, what: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(what, done / max(total, 1))
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raise ValueError naming the first option that is wrong."""
+    for name, low in (("max_rows", 1), ("step_tokens", 16), ("max_nodes", 0), ("kv_tokens", 0)):
+        value = getattr(options, name)
+        if value < low:
+            raise ValueError(f"{name.replace('_', '-')}: must be at least {low}, got {value}")
+    if options.max_context < 0 or options.max_context == 1:
+        raise ValueError(f"max-context: must be at least 2, got {options.max_context}")
+    if not 0.0 < options.kv_fraction <= 0.95:
+        raise ValueError(f"kv-fraction: must be in (0, 0.95], got {options.kv_fraction}")
+    if options.speculation not in ("auto", "off", "max"):
+        raise ValueError(f"speculation: must be auto, off or max, got {options.speculation!r}")
+    if options.dtype != "auto" and options.dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ValueError(f"dtype: must be auto or one of {known}, got {options.dtype!r}")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device meant: "auto" = the first GPU if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: {name!r} is not a device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, but torch finds no GPU here")
+    return device
+
+
+def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[Engine, Tokenizer]:
+    """Load what `options` names. Raises ValueError (with the option's name) for what can't be."""
+    check_options(options)
+    choice = parse_draft(options.draft)
+    device = pick_device(options.device)
+    dtype = DTYPES.get(options.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    attention = pick_backend(device, options.attention)
+    path = resolve(options.target)
+    draft_path = resolve(choice.model) if choice.model is not None else None
+    progress("tokenizer", 0.0)
+    tokenizer = load_tokenizer(path)
+    drafter: Drafter | None = None
+    vocabulary = 0
+    if draft_path is not None:
+        vocabulary = common_vocabulary(tokenizer, load_tokenizer(draft_path))
+    checkpoint = open_checkpoint(path)
+    try:
+        target = load_model(checkpoint, dtype, device, _share(progress, "target"))
+    finally:
+        checkpoint.close()
+    if draft_path is not None:
+        checkpoint = open_checkpoint(draft_path)
+        try:
+            draft = load_model(checkpoint, dtype, device, _share(progress, "draft"))
+        finally:
+            checkpoint.close()
+        drafter = StandaloneDrafter(draft, pick_backend(device, options.attention), vocabulary)
+    progress("measuring", 0.0)
+    engine = assemble(
+        target,
+        options,
+        drafter=drafter,
+        lookup=choice.lookup,
+        attention=attention,
+        unused_ids=tuple(sorted(i for i in tokenizer.unused_ids)),
+        vocab_size=min(tokenizer.vocab_size, target.config.vocab),
+    )
+    progress("ready", 1.0)
+    return engine, tokenizer

@@ -1,0 +1,207 @@
+"""A running choice: its tokens, its place in the cache, its guesses, and when it ends.
+
+A row only ever grows by verified tokens; guesses live beside it until a step has judged them. Knows
+nothing of devices or of other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spec_serve.draft.base import Guess, Source
+from spec_serve.draft.budget import Calibration
+from spec_serve.draft.mix import Candidates, Trust
+from spec_serve.spec.request import Reason, Request, TokenLogprob
+from spec_serve.spec.sampling import RowSampling
+
+if TYPE_CHECKING:
+    from spec_serve.cache.store import RowKV
+    from spec_serve.cache.tree import TokenTree
+
+
+class Row:
+    """Choice `index` of a request, waiting or running.
+
+    tokens: prompt and everything emitted. kv: its place in the cache while it runs. next_slot: the
+    slot granted ahead for the first node of its next twig (0 = none). replay: that first node is
+    the last cached token, run again for its logits. drafted: leading tokens with draft K/V.
+    """
+
+    __slots__ = (
+        "accepted_prediction", "admitted", "arrived", "cached", "cancelled", "candidates",
+        "device_tree", "drafted", "ends", "first_token", "guessed", "index", "kv", "last_token",
+        "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored", "proposed",
+        "rejected_prediction", "replay", "request", "sampling", "scored", "shadow", "shared",
+        "source_of", "sources", "steps", "tokens", "tree", "trust", "watch", "watch_from",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        sampling: RowSampling,
+        limit: int,
+        arrived: float,
+        order: int,
+    ) -> None:
+        stopping = request.stopping
+        self.request = request
+        self.index = index
+        self.sampling = sampling
+        self.tokens: list[int] = list(request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.limit = limit  # emitted tokens at most
+        self.ends = stopping.token_ids | (frozenset() if stopping.ignore_eos else stopping.eos)
+        self.watch = stopping.watch() if stopping.watch is not None else None
+        self.watch_from = stopping.min_tokens
+        self.order = order
+        self.arrived = arrived
+        self.admitted = 0.0
+        self.first_token = 0.0
+        self.last_token = 0.0
+        self.leader: Row | None = None
+        self.cancelled = False
+        self.kv: RowKV | None = None
+        self.cached = -1
+        self.shared = False
+        self.next_slot = 0
+        self.replay = False
+        self.drafted = 0
+        self.steps = 0
+        self.sources: list[Source] | None = None
+        self.device_tree: tuple[list[int], list[int], list[float]] | None = None
+        self.candidates: Candidates | None = None
+        self.tree: TokenTree | None = None
+        self.source_of: Sequence[int] = ()
+        self.trust: dict[str, Trust] = {}
+        self.shadow: tuple[Guess, int, float] | None = None
+        self.guessed: Guess | None = None
+        self.proposed = 0
+        self.accepted_prediction = 0
+        self.rejected_prediction = 0
+        self.prompt_scored: list[TokenLogprob] = []
+        self.scored = request.prompt_logprobs is None
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def prefix(self) -> int:
+        """Cached tokens before the next twig."""
+        assert self.kv is not None
+        return len(self.kv.tokens) - self.replay
+
+    def accept(self, new: Sequence[int]) -> tuple[int, Reason | None, int | str | None]:
+        """Append verified tokens one by one until something ends the choice.
+
+        Returns how many were taken, the reason if it ended, and the token id or stop string that
+        matched. A stop wins over the token limit reached by the same token.
+        """
+        count, reason, matched = 0, None, None
+        ends, room = self.ends, self.limit - self.emitted
+        for token in new:
+            count += 1
+            if token in ends:
+                reason, matched = "stop", token
+                break
+            if count == room:
+                reason = "length"
+                break
+        taken = new[:count]
+        if self.watch is not None:
+            found = self.watch.feed(taken, max(0, self.watch_from - self.emitted - 1))
+            if found is not None and (found[0] < count or reason != "stop"):
+                count, matched = found
+                reason, taken = "stop", new[:count]
+        self.tokens += taken
+        self.sampling.extend(taken)
+        return count, reason, matched  # type: ignore[return-value]
+
+    def collect(
+        self,
+        calibration: Calibration,
+        depth: int,
+        limit: int,
+        allowed: frozenset[str] | None,
+        drafter: str,
+    ) -> Candidates | None:
+        """Merge what the sources guess now into candidates; None if there is nothing.
+
+        drafter: the name of the device drafter, whose tree (if any) came with the last step.
+        """
+        candidates = Candidates()
+        if self.device_tree is not None:
+            tokens, parents, scores = self.device_tree
+            trust = self.trust.get(drafter)
+            factor = trust.factor if trust else 1.0
+            candidates.add_tree(tokens, parents, scores, drafter, calibration, factor, depth)
+        self.guessed = None
+        if self.sources:
+            for source in self.sources:
+                if allowed is not None and source.name not in allowed:
+                    continue
+                trust = self.trust.get(source.name)
+                factor = trust.factor if trust else 1.0
+                for guess in source.guess(limit):
+                    if self.guessed is None:
+                        self.guessed = guess
+                    candidates.add_guess(guess, calibration, factor, depth)
+        if not candidates.tokens:
+            return None
+        candidates.settle()
+        return candidates
+
+    def learn(self, calibration: Calibration, path: Sequence[int], given: int) -> None:
+        """Tell the calibration which verified guesses were right. path: accepted nodes."""
+        candidates, tree = self.candidates, self.tree
+        if candidates is None or tree is None:
+            return
+        right = set(path)
+        right.add(given - 1)
+        parents = tree.parents
+        elder: set[int] = set()
+        for guess, source in enumerate(self.source_of):
+            node = given + guess
+            parent = parents[node]
+            if parent in right:
+                kind, depth = candidates.kinds[source], candidates.depths[source]
+                self._label(calibration, kind, depth, candidates.chance[source], node in right)
+                if parent not in elder:
+                    elder.add(parent)
+                    calibration.observe(kind.partition(":")[0], depth, node in right)
+
+    def _label(
+        self, calibration: Calibration, kind: str, depth: int, expected: float, hit: bool
+    ) -> None:
+        calibration.observe(kind, depth, hit)
+        name = kind.partition(":")[0]
+        trust = self.trust.get(name)
+        if trust is None:
+            trust = self.trust[name] = Trust()
+        trust.observe(expected, hit)
+
+    def follow(self, calibration: Calibration, new: Sequence[int]) -> None:
+        """Judge a guess that was not verified by the tokens that came instead: free labels."""
+        if self.shadow is None:
+            if self.guessed is None or self.source_of:
+                return
+            guess, at, trust = self.guessed, 0, 1.0
+            entry = self.trust.get(guess.kind.partition(":")[0])
+            if entry is not None:
+                trust = entry.factor
+        else:
+            guess, at, trust = self.shadow
+        for token in new:
+            if at >= len(guess.tokens):
+                self.shadow = None
+                return
+            chance = calibration.rate(guess.kind, at + 1, guess.probs[at]) * trust
+            hit = guess.tokens[at] == token
+            self._label(calibration, guess.kind, at + 1, min(chance, 1.0), hit)
+            at += 1
+            if not hit:
+                self.shadow = None
+                return
+        self.shadow = (guess, at, trust)
