@@ -187,7 +187,7 @@ def by_class(*values: float) -> tuple[float, ...]:
 
 def chances(first: float, rest: Sequence[float], count: int) -> list[float]:
     """`count` probabilities: first, then those of `rest`, its last one for ever."""
-    probs = [first, *rest[: count - 1]]
+    probs = [first, *rest[: max(count - 1, 0)]][:count]
     return probs + [rest[-1]] * (count - len(probs))
 
 
@@ -288,8 +288,8 @@ class Prediction:
         edited = self._follower.edited(limit)
         if edited:
             tokens, changed = edited
-            probs = chances(0.9, BACK, len(tokens))
-            probs[changed] = AGAIN
+            probs = chances(_FIRST[min(self._follower.agreed, LONGEST)], _THEN, changed)
+            probs += chances(AGAIN, BACK, len(tokens) - changed)
             guess = Guess(tokens, probs, "prediction:edited")
             guesses.insert(0 if changed == 0 else len(guesses), guess)
         return guesses

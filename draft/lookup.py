@@ -53,11 +53,12 @@ class Ngram:
     """
 
     name = "suffix"
-    COPY = 8  # a match this long is a copy worth following through an edit
+    COPY = 8  # a match this long is a copy, and followed through edits from there on
+    HINT = 3  # as is one this long where no other copy was left a moment ago
 
     __slots__ = ("_alternatives", "_automaton", "_burst", "_follower", "_waiting")
 
-    def __init__(self, burst: int = 4096, alternatives: int = 2) -> None:
+    def __init__(self, burst: int = 4096, alternatives: int = 3) -> None:
         assert burst > 0 and alternatives >= 0
         self._automaton = SuffixAutomaton()
         self._follower = Follower(self._automaton.text)
@@ -83,7 +84,7 @@ class Ngram:
         if not follower.settled:
             match = automaton.longest()
             length = automaton.length(match)
-            if length >= self.COPY:
+            if length >= (self.HINT if follower.lost else self.COPY):
                 follower.start(automaton.occurrence(match), length)
 
     def _catch_up(self) -> None:
@@ -118,8 +119,9 @@ class Ngram:
         edited = self._follower.edited(limit)
         if edited:
             tokens, changed = edited
-            probs = chances(BACK[-1], BACK, len(tokens))
-            probs[changed] = AGAIN
+            agreed = min(self._follower.agreed, LONGEST)
+            probs = chances(_SURE[agreed], _AFTER[agreed], changed)
+            probs += chances(AGAIN, BACK, len(tokens) - changed)
             # Up to the edit it repeats another guess, which comes first and keeps its own kind.
             place = 0 if changed == 0 else len(guesses)
             guesses.insert(place, Guess(tokens, probs, "suffix:edited"))

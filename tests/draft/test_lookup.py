@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spec_serve.cache.radix import RadixTree
 from spec_serve.draft.base import Guess, Source
 from spec_serve.draft.lookup import Continuations, Ngram
 
@@ -209,3 +210,20 @@ def test_continuations_follow_the_cursor_and_gain_confidence() -> None:
     source.extend([13, 99])
     assert source.guess(6) == []
     assert source.guess(0) == []
+
+
+def test_continuations_read_a_radix_tree_of_the_same_salt_only() -> None:
+    tree = RadixTree()
+    tree.insert(list(range(30)), "a")
+    source, stranger = Continuations(tree.cursor("a")), Continuations(tree.cursor("b"))
+    for row in (source, stranger):
+        row.extend([0, 1, 2, 3])
+    assert [guess.tokens for guess in source.guess(5)] == [[4, 5, 6, 7, 8]]
+    assert stranger.guess(5) == []
+    tree.insert([0, 1, 2, 3, 4, 5, 60, 61], "a")
+    source.extend([4, 5])
+    assert {tuple(guess.tokens) for guess in source.guess(2)} == {(60, 61), (6, 7)}
+    source.extend([60])
+    assert [guess.tokens for guess in source.guess(5)] == [[61]]
+    source.extend([99])
+    assert source.guess(5) == []
