@@ -33,17 +33,22 @@ class _View:
 class TorchPlan:
     """Attention of one batch, see `kernels/base.py`."""
 
-    def __init__(self, batch: TreeBatch, table: Tensor, first: int) -> None:
+    def __init__(self, batch: TreeBatch, table: Tensor, first: int, exact: bool) -> None:
         self._batch = batch
         self._table = table
         self._first = first
-        # Host copies of the structure: one wait for the device per forward.
-        self._node_ptr: list[int] = batch.node_ptr.tolist()
-        self._twig_ptr: list[int] = batch.twig_ptr.tolist()
-        self._prefix: list[int] = batch.prefix.tolist()
-        self._chain: list[int] = batch.chain.tolist()
-        self._row_ids: list[int] = batch.row_ids.tolist()
-        self._positions: list[int] = batch.positions.tolist()
+        self._exact = exact
+        # The structure on the host: one copy, and so one wait for the device, per forward.
+        rows, nodes = batch.rows, len(batch)
+        parts = (batch.node_ptr, batch.twig_ptr, batch.prefix, batch.chain, batch.row_ids)
+        host: list[int] = torch.cat((*parts, batch.positions)).tolist()
+        self._node_ptr, host = host[: rows + 1], host[rows + 1 :]
+        self._twig_ptr, host = host[: rows + 1], host[rows + 1 :]
+        self._prefix, self._chain, self._row_ids = (
+            host[i * rows : (i + 1) * rows] for i in range(3)
+        )
+        self._positions = host[3 * rows :]
+        assert len(self._positions) == nodes
         self._views: dict[tuple[int | None, torch.dtype], list[_View]] = {}
 
     def attend(
@@ -60,12 +65,14 @@ class TorchPlan:
         """Write k and v, then attend; q [N, heads, D] -> [N, heads, D]."""
         kv.k.index_copy_(0, self._batch.slots, k)
         kv.v.index_copy_(0, self._batch.slots, v)
-        views = self._views.get((window, q.dtype))
+        inner = torch.float64 if self._exact and q.dtype == torch.float32 else q.dtype
+        views = self._views.get((window, inner))
         if views is None:
-            views = [self._view(b, window, q.dtype) for b in range(len(self._row_ids))]
-            self._views[window, q.dtype] = views
-        outs = [_attend_row(q, kv, view, scale, softcap) for view in views]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            views = [self._view(b, window, inner) for b in range(len(self._row_ids))]
+            self._views[window, inner] = views
+        queries = q.to(inner)
+        outs = [_attend_row(queries, kv, view, scale, softcap) for view in views]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(q.dtype)
 
     def _view(self, b: int, window: int | None, dtype: torch.dtype) -> _View:
         start, stop = self._node_ptr[b], self._node_ptr[b + 1]
@@ -82,7 +89,7 @@ class TorchPlan:
         keys = _as_slice(slots)
         if visible is None:
             return _View(slice(start, stop), keys, None, False)
-        if n == slots.shape[0] and bool(torch.equal(visible, visible.new_ones(n, n).tril())):
+        if self._chain[b] and lowest == prefix and (window is None or window >= n):
             return _View(slice(start, stop), keys, None, True)
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return _View(slice(start, stop), keys, mask.masked_fill_(~visible, float("-inf")), False)
@@ -114,7 +121,12 @@ class TorchPlan:
 
 
 def _as_slice(slots: Tensor) -> slice | Tensor:
-    """Consecutive slots as a slice: a view of the pool instead of a copy."""
+    """Consecutive slots as a slice: a view of the pool instead of a copy.
+
+    Only on the host: elsewhere the look would cost more than the copy.
+    """
+    if slots.device.type != "cpu":
+        return slots
     low = int(slots[0])
     run = torch.arange(low, low + slots.shape[0], device=slots.device)
     return slice(low, low + slots.shape[0]) if torch.equal(slots, run) else slots
@@ -127,7 +139,8 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
         k, v = kv.k[keys], kv.v[keys]  # [L, kv heads, D]
     else:
         k, v = kv.k.index_select(0, keys), kv.v.index_select(0, keys)
-    q, k, v = q[view.queries].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    k, v = k.to(q.dtype).transpose(0, 1), v.to(q.dtype).transpose(0, 1)  # [kv heads, L, D]
+    q = q[view.queries].transpose(0, 1)  # [heads, n, D]
     if softcap is None:
         out = F.scaled_dot_product_attention(
             q[None],
@@ -140,8 +153,9 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
         )
         return out[0].transpose(0, 1)
     heads, n, dim = q.shape
-    folded = q.reshape(k.shape[0], -1, dim).float()  # [kv heads, group * n, D]
-    scores = torch.bmm(folded, k.float().transpose(1, 2)).view(heads, n, -1) * scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    folded = q.reshape(k.shape[0], -1, dim).to(wide)  # [kv heads, group * n, D]
+    scores = torch.bmm(folded, k.to(wide).transpose(1, 2)).view(heads, n, -1) * scale
     scores = torch.tanh(scores / softcap) * softcap  # [heads, n, L]
     if view.mask is not None:
         scores = scores + view.mask
@@ -149,14 +163,22 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
         unseen = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(unseen, float("-inf"))
     weights = scores.softmax(-1).view(k.shape[0], -1, scores.shape[-1])
-    return torch.bmm(weights, v.float()).view(heads, n, dim).transpose(0, 1).to(q.dtype)
+    return torch.bmm(weights, v.to(wide)).view(heads, n, dim).transpose(0, 1).to(q.dtype)
 
 
 class TorchAttention:
-    """The torch reference as a backend: runs on any device and in any float dtype."""
+    """The torch reference as a backend: runs on any device and in any float dtype.
+
+    exact: compute float32 attention in float64. Rounding to float32 at the end then hides in which
+    order, and among which masked keys, the sums were taken, so that a token's result is the same
+    bits (but for about one value in 10^7) whether it ran alone, in a chain or in a tree.
+    """
 
     name = "torch"
 
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
+
     def plan(self, batch: TreeBatch, table: Tensor, first: int = 0) -> TorchPlan:
         """Prepare one forward; table [rows, positions] holds the slots of cached tokens."""
-        return TorchPlan(batch, table, first)
+        return TorchPlan(batch, table, first, self.exact)

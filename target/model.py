@@ -74,6 +74,8 @@ class Transformer:
         self.lm_head = head
         self.dtype = dtype
         self.device = embedding.device
+        # Rounded to the model's dtype, because the models were trained with the rounded factor.
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
         self._rotary = Rotary(config.rope, config.head_dim, dtype, self.device)
         self._local_rotary = (
             None
@@ -90,10 +92,7 @@ class Transformer:
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [N] -> [N, H], scaled as the model's first layer expects it."""
         x = F.embedding(tokens, self.embedding).to(self.dtype)
-        if self.config.embed_scale == 1.0:
-            return x
-        # The factor is rounded to the model's dtype first: that is what the weights were tuned to.
-        return x * torch.tensor(self.config.embed_scale, dtype=self.dtype, device=self.device)
+        return x if self._embed_scale == 1.0 else x * self._embed_scale
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [M, H] after the final norm -> logits [M, V] float32."""
