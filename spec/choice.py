@@ -47,6 +47,8 @@ class RowSampling:
         self.bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self.bias = np.fromiter(bias.values(), np.float64, len(bias))
         self.sampled = sampling.temperature > 0
+        # Neither zero nor infinite in float32; what lies beyond can't be told from these.
+        self.temperature = min(max(sampling.temperature, 1e-30), 1e30) if self.sampled else 0.0
         self.filtered = self.sampled and (
             0 < sampling.top_k < vocab or sampling.top_p < 1 or sampling.min_p > 0
         )

@@ -23,6 +23,8 @@ _WIDE = 2048
 _FEW = 1024
 # First guess of how far below the best logit (in units of the temperature) survivors may lie.
 _REACH = 8.0
+_FARTHER = 1.3
+_LOWEST = float(np.finfo(np.float32).min)
 
 _F32 = npt.NDArray[np.float32]
 _I64 = npt.NDArray[np.int64]
@@ -44,6 +46,12 @@ def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count > _FEW or count >= vocab:
         values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
         return values[:, :count], ids[:, :count]
+    if logits.device.type == "cpu":
+        values, ids = logits.topk(count, dim=-1)  # which of equals it takes is left open
+        rows = zip(logits.numpy(), ids.numpy(), values[:, -1].tolist(), strict=True)
+        for row, best, least in rows:
+            best[:] = _best_of_row(row, least, best)
+        return logits.gather(-1, ids), ids
     # Integers that order like the floats, the reversed id below them: no two are equal. Adding
     # zero makes -0 a +0.
     raw = (logits + 0.0).view(torch.int32).to(torch.int64)  # [K, V]
@@ -51,6 +59,14 @@ def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     key += torch.arange(vocab - 1, -1, -1, device=logits.device)
     ids = (vocab - 1) - (key.topk(count, dim=-1).values & 0xFFFF_FFFF)
     return logits.gather(-1, ids), ids
+
+
+def _best_of_row(row: _F32, least: float, otherwise: _I64) -> _I64:
+    """Ids of the best logits down to `least`, as many as `otherwise` has, which serves if there are
+    fewer (NaN)."""
+    ids = np.flatnonzero(row >= np.float32(least))
+    ids = ids[np.argsort(-row[ids], kind="stable")][: len(otherwise)]
+    return ids if len(ids) == len(otherwise) else otherwise
 
 
 def survivors(
@@ -112,8 +128,8 @@ def _survivors_of_row(
 ) -> tuple[_I64, _F32]:
     """The same for one row: looks at tokens near the best one, farther only if it must."""
     top = row.max()
-    if top == NEVER:
-        return np.zeros(1, dtype=np.int64), np.full(1, NEVER, dtype=np.float32)
+    if not np.isfinite(top):
+        return np.array([row.argmax()]), np.array([min(top, 0)], dtype=np.float32)
     t = np.float32(temperature)
     total = math.inf  # weight of the whole row; needed for a top_p without top_k only
     if top_p < 1 and not top_k:
@@ -122,17 +138,17 @@ def _survivors_of_row(
     useful = 1.0 - math.log(min_p) if min_p > 0 else math.inf
     reach = useful if top_p >= 1 and not top_k else min(_REACH, useful)
     while True:
-        floor = np.float32(float(top) - reach * temperature)
+        floor = np.float32(max(float(top) - reach * temperature, _LOWEST))
         ids = np.flatnonzero(row >= floor)
         z = (row[ids] - top) / t
         weight = _weights(z.copy())
-        if len(ids) == len(row) or (top_k and len(ids) >= top_k):
+        if reach == math.inf or (top_k and len(ids) >= top_k):
             break
         if not (top_k and top_p < 1) and reach >= useful:
             break
         if not top_k and weight.sum(dtype=np.float64) >= top_p * total:
             break
-        reach = reach * 2 if reach < 1000 else math.inf
+        reach = reach * _FARTHER if reach < 1000 else math.inf
     order = np.argsort(-row[ids], kind="stable")
     if top_k:
         order = order[:top_k]

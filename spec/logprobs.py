@@ -14,8 +14,10 @@ from torch import Tensor
 from spec_serve.spec.filters import ranked
 
 FLOOR = -9999.0
-# Logits copied at a time: scoring a long prompt mustn't need the memory of all its rows twice.
-_BLOCK = 1 << 24
+# Logits copied at a time: scoring a long prompt mustn't need the memory of all its rows twice, and
+# a CPU does best with what fits its cache.
+_BLOCK = {"cpu": 1 << 16}
+_BLOCK_ELSEWHERE = 1 << 24
 
 
 def score(logits: Tensor, at: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +28,7 @@ def score(logits: Tensor, at: Tensor, tokens: Tensor, top: int) -> tuple[Tensor,
     """
     vocab = logits.shape[-1]
     top = min(top, vocab)
-    step = max(1, _BLOCK // vocab)
+    step = max(1, _BLOCK.get(logits.device.type, _BLOCK_ELSEWHERE) // vocab)
     own, ids, best = [], [], []
     for first in range(0, max(len(at), 1), step):
         x = logits.index_select(0, at[first : first + step]).to(torch.float32)  # [k, V]

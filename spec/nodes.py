@@ -192,7 +192,7 @@ def pack(
             key_of.append(keys.setdefault((state.seed, position), len(keys)))
             if not state.filtered:
                 free_keys = len(keys)
-            temperature.append(sampling.temperature)
+            temperature.append(state.temperature)
         if state.emitted + ahead < state.min_tokens:
             end[0].extend([i] * len(state.end_ids))
             end[1].extend(state.end_ids)

@@ -17,6 +17,9 @@ from spec_serve.spec.choice import RowSampling
 from spec_serve.spec.filters import NEVER, scaled, survivors
 from spec_serve.spec.nodes import Buffer, NodeSampling, Spans, pack
 
+# From this vocabulary on, rows of a CPU batch are drawn one by one.
+_WIDE = 2048
+
 __all__ = ["NodeSampling", "RowNoise", "RowSampling", "adjust", "choose", "pack"]
 
 
@@ -56,18 +59,15 @@ def choose(logits: Tensor, nodes: NodeSampling | None) -> Tensor:
     if len(greedy):
         picks.append(_first_max(greedy))
     if len(free):
-        seeds, positions = nodes.key_seed, nodes.key_position
-        noise = gumbel(seeds[: nodes.free_keys], positions[: nodes.free_keys], x.shape[1])
-        if nodes.key_of is not None:
-            noise = noise.index_select(0, nodes.key_of[: nodes.free])
-        picks.append(_first_max(noise.add_(scaled(free, nodes.temperature[: nodes.free]))))
+        picks.append(_draw(free, nodes))
     if len(filtered):
         ids, z = _survivors(filtered, nodes)
         which = slice(nodes.free, None)
         key = which if nodes.key_of is None else nodes.key_of[which]
         z = z + gumbel_of(nodes.key_seed[key], nodes.key_position[key], ids)
         best = z == z.amax(-1, keepdim=True)
-        picks.append(ids.masked_fill(~best, x.shape[1]).amin(-1))
+        # No best one among NaN: any id will do, but it has to be one.
+        picks.append(ids.masked_fill(~best, x.shape[1] - 1).amin(-1))
     picked = torch.cat(picks) if len(picks) > 1 else picks[0]
     if nodes.work is None:
         return picked
@@ -86,7 +86,7 @@ class RowNoise:
         self._any, self._all = any(sampled), all(sampled)
         buffer = Buffer()
         buffer.ints([row.seed for row in rows])
-        buffer.floats([row.sampling.temperature if row.sampled else 0.0 for row in rows])
+        buffer.floats([row.temperature for row in rows])
         self._seeds, temperature = buffer.send(torch.device(device))
         self._temperature = temperature.view(torch.float64)
 
@@ -125,6 +125,30 @@ def _shared_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
         return gumbel(seeds, positions, vocab)
     distinct = torch.tensor(list(keys))
     return gumbel(distinct[:, 0], distinct[:, 1], vocab)[torch.tensor(where)]
+
+
+def _draw(free: Tensor, nodes: NodeSampling) -> Tensor:
+    """Tokens of the sampled rows without filters [free]."""
+    vocab = free.shape[1]
+    temperature = nodes.temperature[: nodes.free]
+    seeds, positions = nodes.key_seed[: nodes.free_keys], nodes.key_position[: nodes.free_keys]
+    key_of = None if nodes.key_of is None else nodes.key_of[: nodes.free]
+    if free.device.type != "cpu" or vocab < _WIDE:
+        noise = gumbel(seeds, positions, vocab)
+        if key_of is not None:
+            noise = noise.index_select(0, key_of)
+        return _first_max(scaled(free, temperature).add_(noise))
+    # One key after the other: what a row needs then stays in the cache.
+    picked = torch.empty(len(free), dtype=torch.int64)
+    rows_of: list[list[int]] = [[] for _ in range(len(seeds))]
+    for row, key in enumerate(range(len(free)) if key_of is None else key_of.tolist()):
+        rows_of[key].append(row)
+    for key, rows in enumerate(rows_of):
+        noise = gumbel(seeds[key : key + 1], positions[key : key + 1], vocab)
+        for row in rows:
+            one = slice(row, row + 1)
+            picked[one] = _first_max(scaled(free[one], temperature[one]).add_(noise))
+    return picked
 
 
 def _groups(x: Tensor, nodes: NodeSampling) -> list[int]:

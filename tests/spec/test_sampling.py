@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from spec_serve.cache.tree import TokenTree, chain, root, trie
 from spec_serve.kernels.noise import gumbel
 from spec_serve.spec import filters
+from spec_serve.spec import sampling as sampling_
 from spec_serve.spec.request import Sampling
 from spec_serve.spec.sampling import RowNoise, RowSampling, adjust, choose, pack
 
@@ -62,7 +64,8 @@ def reference(
     order = order[: s.top_k or None]
     z = {v: (final[v] - final[order[0]]) / s.temperature for v in order}
     total = math.fsum(math.exp(z[v]) for v in order)
-    survivors, mass = [], 0.0
+    survivors: list[int] = []
+    mass = 0.0
     for v in order:
         if survivors and s.top_p < 1 and mass >= s.top_p * total:
             break
@@ -108,13 +111,28 @@ samplings = st.builds(
 )
 
 
+@dataclass
+class Case:
+    """One row: prompt without the tree's given tokens, tokens emitted before the last given one."""
+
+    sampling: Sampling
+    prompt: list[int]
+    emitted: list[int]
+    tree: TokenTree
+    logits_from: int
+    min_tokens: int
+    ends: frozenset[int]
+    unused: list[int]
+    seed: int
+
+
 @st.composite
-def rows_(draw: st.DrawFn) -> tuple[object, ...]:
+def cases(draw: st.DrawFn) -> Case:
     tree = draw(trees())
-    return (
+    return Case(
         draw(st.one_of(st.just(Sampling()), samplings)),
-        draw(st.lists(tokens_, max_size=5)),  # prompt without the tree's given tokens
-        draw(st.lists(tokens_, max_size=4)),  # emitted before the last given token
+        draw(st.lists(tokens_, max_size=5)),
+        draw(st.lists(tokens_, max_size=4)),
         tree,
         draw(st.integers(0, len(tree))),
         draw(st.integers(0, 8)),
@@ -125,55 +143,55 @@ def rows_(draw: st.DrawFn) -> tuple[object, ...]:
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.lists(rows_(), min_size=1, max_size=4), st.integers(0, 2**31), st.booleans())
+@given(st.lists(cases(), min_size=1, max_size=4), st.integers(0, 2**31), st.booleans())
 def test_every_node_is_judged_along_its_own_path(
-    rows: list[tuple[object, ...]], seed: int, wide: bool
+    rows: list[Case], noise_of_logits: int, wide: bool
 ) -> None:
-    packed, wants, keys = [], [], []
-    for s, prompt, emitted, tree, logits_from, min_tokens, ends, unused, row_seed in rows:
-        assert isinstance(s, Sampling) and isinstance(tree, TokenTree)
-        given_tokens = list(tree.tokens[: tree.given])
+    packed = []
+    wants: list[tuple[Case, int, list[int], list[int]] | None] = []
+    for case in rows:
+        tree = case.tree
+        known = list(tree.tokens[: tree.given])
         # The last given token was emitted; those before it belong to the prompt.
-        state = RowSampling(s, row_seed, V, [*prompt, *given_tokens[:-1]], min_tokens, ends, unused)
-        state.extend(emitted)
-        state.extend(given_tokens[-1:])
-        position = len(prompt) + len(emitted)
-        packed.append((state, tree, position, logits_from))
-        output = [*emitted, given_tokens[-1]]
-        for node in range(logits_from, len(tree)):
-            path = [tree.tokens[i] for i in tree.path(node) if i >= tree.given]
-            keys.append((row_seed, position + len(tree.path(node)), s.temperature > 0))
-            if node < tree.given - 1:
-                wants.append(None)
-                continue
-            args = (s, [*prompt, *given_tokens[:-1]], [*output, *path], min_tokens, ends, unused)
-            wants.append(args)
-    count = len(wants)
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-24, 25, (count, V), generator=generator).float() / 8
+        prompt, output = [*case.prompt, *known[:-1]], [*case.emitted, known[-1]]
+        state = RowSampling(
+            case.sampling, case.seed, V, prompt, case.min_tokens, case.ends, case.unused
+        )
+        state.extend(case.emitted)
+        state.extend(known[-1:])
+        position = len(case.prompt) + len(case.emitted)
+        packed.append((state, tree, position, case.logits_from))
+        for node in range(case.logits_from, len(tree)):
+            path = tree.path(node)
+            guesses = [tree.tokens[i] for i in path if i >= tree.given]
+            drawn_at = position + len(path)
+            judged = node >= tree.given - 1
+            wants.append((case, drawn_at, prompt, [*output, *guesses]) if judged else None)
+    generator = torch.Generator().manual_seed(noise_of_logits)
+    logits = torch.randint(-24, 25, (len(wants), V), generator=generator).float() / 8
     before = logits.clone()
     nodes = pack(packed, "cpu")
-    old, filters._WIDE = filters._WIDE, 1 if wide else 10**9
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (filters, sampling_):
+            patch.setattr(module, "_WIDE", 1 if wide else 10**9)
         final = logits if nodes is None else adjust(logits, nodes)
         chosen = choose(logits, nodes)
-    finally:
-        filters._WIDE = old
     assert torch.equal(logits, before), "the input stays as it is"
-    for m, args in enumerate(wants):
-        if args is None:
+    for m, judged_row in enumerate(wants):
+        if judged_row is None:
             continue
-        want = reference(logits[m].tolist(), *args)
-        sampled = args[0].temperature > 0
+        case, drawn_at, prompt, output = judged_row
+        want = reference(
+            logits[m].tolist(), case.sampling, prompt, output,
+            case.min_tokens, case.ends, case.unused,
+        )  # fmt: skip
+        sampled = case.sampling.temperature > 0
         agree(final[m], want, sampled)
         draw = final[m]
-        if sampled and math.isfinite(max(want)):
-            row_seed, position, _ = keys[m]
-            signed = (row_seed + 2**63) % 2**64 - 2**63
-            draw = draw + gumbel(torch.tensor([signed]), torch.tensor([position]), V)[0]
-        if math.isfinite(max(want)):
-            best = [v for v in range(V) if draw[v] == draw.max()]
-            assert chosen[m] == best[0]
+        if sampled:
+            seed = torch.tensor([(case.seed + 2**63) % 2**64 - 2**63])
+            draw = draw + gumbel(seed, torch.tensor([drawn_at]), V)[0]
+        assert chosen[m] == min(v for v in range(V) if draw[v] == draw.max())
 
 
 def test_plain_rows_need_nothing() -> None:
@@ -252,14 +270,15 @@ def test_thresholds_find_what_sorting_finds(scale: float, monkeypatch: pytest.Mo
         results.append(full.scatter_reduce_(1, ids, z, "amax"))
     assert torch.equal(*results)
     some = top_k > 0
-    args = [part[some] for part in (logits, temperature, top_k, top_p, min_p)]
-    ids, z = filters.survivors(*args, widest=int(top_k.max()))
-    full = torch.full_like(args[0], NEVER).scatter_reduce_(1, ids, z, "amax")
+    ids, z = filters.survivors(
+        logits[some], temperature[some], top_k[some], top_p[some], min_p[some], int(top_k.max())
+    )
+    full = torch.full_like(logits[some], NEVER).scatter_reduce_(1, ids, z, "amax")
     assert torch.equal(full, results[0][some])
 
 
 def test_extreme_temperatures_and_bias_stay_finite() -> None:
-    for temperature in (1e-45, 1e-12, 1e12):
+    for temperature in (1e-300, 1e-45, 1e-12, 1e12, 1e300):
         s = Sampling(temperature=temperature, logit_bias={3: 100.0, 4: -100.0}, top_p=0.9)
         state = RowSampling(s, 5, V, [0], 0, frozenset())
         nodes = pack([(state, root(0), 0, 0)], "cpu")
@@ -268,6 +287,24 @@ def test_extreme_temperatures_and_bias_stay_finite() -> None:
         assert not adjust(logits, nodes).isnan().any()
         if temperature < 1:
             assert choose(logits, nodes).tolist() == [3]
+
+
+@pytest.mark.parametrize("wide", [1, 10**9])
+@pytest.mark.parametrize("hole", [math.nan, math.inf, NEVER])
+def test_broken_logits_give_some_token(
+    hole: float, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that overflows must not stop the engine or hand out ids that don't exist."""
+    monkeypatch.setattr(filters, "_WIDE", wide)
+    monkeypatch.setattr(sampling_, "_WIDE", wide)
+    kinds = [Sampling(temperature=1.0, top_p=p, top_k=k) for p in (1.0, 0.5) for k in (0, 3)]
+    for s in kinds:
+        state = RowSampling(s, 5, V, [0], 0, frozenset())
+        nodes = pack([(state, root(0), 0, 0)] * 2, "cpu")
+        logits = torch.full((2, V), hole)
+        logits[1] = 0.0
+        logits[1, 4] = hole
+        assert all(0 <= token < V for token in choose(logits, nodes).tolist())
 
 
 def test_choice_does_not_depend_on_neighbours() -> None:
