@@ -42,10 +42,10 @@ class Follower:
     EDIT = 8  # tokens of an edit worth keeping
     EDITS = 32
 
-    __slots__ = ("_edits", "_home", "_off", "_text", "agreed", "at")
+    __slots__ = ("_edits", "_home", "_off", "agreed", "at", "text")
 
     def __init__(self, text: list[int]) -> None:
-        self._text = text  # may grow
+        self.text = text  # may grow
         self._home = 0
         self._off: list[int] = []  # what came since home
         self._edits: dict[int, tuple[list[int], list[int]]] = {}  # by the first replaced token
@@ -73,11 +73,16 @@ class Follower:
         self.agreed = agreed
         self._off.clear()
 
+    def leave(self) -> None:
+        """The copy is over."""
+        self.at = -1
+        self._off.clear()
+
     def advance(self, token: int) -> None:
         """One more certain token of the copy."""
         at, off = self.at, self._off
         if at >= 0:
-            if at < len(self._text) and self._text[at] == token:
+            if at < len(self.text) and self.text[at] == token:
                 if token in self._edits and not off and self._edit(at):
                     del self._edits[token]  # left as it was this time
                 self.at = at + 1
@@ -105,13 +110,13 @@ class Follower:
 
     def _edit(self, at: int) -> tuple[list[int], list[int]] | None:
         """The known edit of what stands at `at`."""
-        text = self._text
+        text = self.text
         edit = self._edits.get(text[at]) if at < len(text) else None
         return edit if edit and text[at : at + len(edit[0])] == edit[0] else None
 
     def _learn(self) -> None:
         """In step again: keep what was put in the place of what."""
-        old = self._text[self._home : self.at - self.agreed]
+        old = self.text[self._home : self.at - self.agreed]
         new = self._off[: len(self._off) + 1 - self.agreed]
         if old and new and len(old) <= self.EDIT and len(new) <= self.EDIT:
             edits = self._edits
@@ -122,7 +127,7 @@ class Follower:
 
     def _find(self) -> tuple[int, int]:
         """The place near home that the last tokens fit best: (index after it, tokens that fit)."""
-        text, off, home = self._text, self._off, self._home
+        text, off, home = self.text, self._off, self._home
         token, expected = off[-1], home + len(off) - 1
         low = max(home - self.BEHIND, 0)
         window = text[low : min(home + self.AHEAD + len(off), len(text) - 1)]
@@ -156,7 +161,7 @@ class Follower:
 
         Returns the tokens and the index of the first that an edit changed; None if none did.
         """
-        edits, text = self._edits, self._text
+        edits, text = self._edits, self.text
         if not edits or limit < 1:
             return None
         tokens: list[int] = []
@@ -191,13 +196,49 @@ def chances(first: float, rest: Sequence[float], count: int) -> list[float]:
     return probs + [rest[-1]] * (count - len(probs))
 
 
-# Shares of guesses that proved right on edited code and summaries, with chains of 16: the first
-# token of a prediction by how many agreed before, and the tokens after one that was right.
-_FIRST = by_class(0.60, 0.50, 0.80, 0.80, 0.85, 0.92, 0.94, 0.96, 0.98)
-_THEN = (0.88, 0.90, 0.92, 0.94, 0.96)
 INSERTED, REPLACED = 0.15, 0.08  # back in step right after tokens put in, after tokens replaced
 AGAIN = 0.65  # an edit is made once more
 BACK = (0.85, 0.90, 0.93)  # in step again: the next ones
+THEN = (0.88, 0.90, 0.92, 0.94, 0.96)  # after a token of a copy that was right
+
+
+def copied(
+    follower: Follower,
+    limit: int,
+    name: str,
+    first: Sequence[float],
+    then: Sequence[float] = THEN,
+) -> list[Guess]:
+    """What a follower expects, as guesses of at most `limit` tokens; best first.
+
+    first[n]: probability of the first token after n that agreed, n = 0..32. then: of the next
+    ones, each given that those before are right. All chains begin with different tokens, save the
+    one with known edits, which repeats the first up to an edit.
+    """
+    guesses: list[Guess] = []
+    for at, agreed in follower.expect():
+        tokens = follower.text[at : at + limit]
+        if not tokens or (guesses and tokens[0] == guesses[0].tokens[0]):
+            continue
+        if agreed >= 0:
+            probs = chances(first[min(agreed, LONGEST)], then, len(tokens))
+            guesses.append(Guess(tokens, probs, f"{name}:{length_class(agreed)}"))
+        else:
+            sort, chance = ("insert", INSERTED) if agreed == -1 else ("replace", REPLACED)
+            guesses.append(Guess(tokens, chances(chance, BACK, len(tokens)), f"{name}:{sort}"))
+    edited = follower.edited(limit)
+    if edited:
+        tokens, changed = edited
+        probs = chances(first[min(follower.agreed, LONGEST)], then, changed)
+        probs += chances(AGAIN, BACK, len(tokens) - changed)
+        guess = Guess(tokens, probs, f"{name}:edited")
+        guesses.insert(0 if changed == 0 else len(guesses), guess)
+    return guesses
+
+
+# Shares of first tokens of a prediction that proved right, by how many agreed before (edited code
+# and summaries, chains of 16).
+_FIRST = by_class(0.60, 0.50, 0.80, 0.80, 0.85, 0.92, 0.94, 0.96, 0.98)
 
 
 class Prediction:
@@ -268,28 +309,6 @@ class Prediction:
                 return
 
     def guess(self, limit: int) -> list[Guess]:
-        if self._skip or limit < 1:
+        if self._skip:
             return []
-        guesses: list[Guess] = []
-        first = -1
-        for at, agreed in self._follower.expect():
-            tokens = self._text[at : at + limit]
-            if not tokens or tokens[0] == first:
-                continue
-            first = tokens[0]
-            if agreed < 0:
-                name, chance = ("insert", INSERTED) if agreed == -1 else ("replace", REPLACED)
-                guesses.append(
-                    Guess(tokens, chances(chance, BACK, len(tokens)), f"prediction:{name}")
-                )
-            else:
-                probs = chances(_FIRST[min(agreed, LONGEST)], _THEN, len(tokens))
-                guesses.append(Guess(tokens, probs, f"prediction:{length_class(agreed)}"))
-        edited = self._follower.edited(limit)
-        if edited:
-            tokens, changed = edited
-            probs = chances(_FIRST[min(self._follower.agreed, LONGEST)], _THEN, changed)
-            probs += chances(AGAIN, BACK, len(tokens) - changed)
-            guess = Guess(tokens, probs, "prediction:edited")
-            guesses.insert(0 if changed == 0 else len(guesses), guess)
-        return guesses
+        return copied(self._follower, limit, self.name, _FIRST)

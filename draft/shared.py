@@ -13,15 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from spec_serve.draft.base import Guess
-from spec_serve.draft.follow import LONGEST, by_class, chances, length_class
+from spec_serve.draft.follow import THEN, Follower, by_class, copied
 
 _FACTOR = 0x9E3779B97F4A7C15  # the golden ratio as a 64-bit fraction: spreads small integers well
 _MASK = (1 << 64) - 1
 _LOW = (1 << 32) - 1  # the tables keep the low half of a place; comparing tokens finds out the rest
 _END = -1  # stands between two texts
 
-# Share of right guesses by how many tokens before them agree.
-_FOUND = by_class(0.05, 0.10, 0.15, 0.20, 0.35, 0.50, 0.65, 0.85, 0.95)
+# Share of first tokens that proved right by how many before them agree (code and prose against a
+# corpus of other code and prose; code served before in another version).
+_FOUND = by_class(0.05, 0.25, 0.40, 0.40, 0.40, 0.50, 0.60, 0.90, 0.97)
+_DOUBTFUL = (0.45, 0.60, 0.75, 0.85)  # the next ones, as long as no copy is known
 
 
 class SharedCorpus:
@@ -116,13 +118,9 @@ class SharedCorpus:
             piece += self._ring[: count - len(piece)].tolist()
         return piece
 
-    def holds(self, place: int) -> bool:
-        """Whether a token stands there: not overwritten, not yet to come."""
-        return max(self._written - self.capacity, 0) <= place < self._written
-
     def read(self, place: int, count: int) -> list[int]:
         """At most `count` tokens from a place on; stops at the end of its text."""
-        if not self.holds(place):
+        if not max(self._written - self.capacity, 0) <= place < self._written:
             return []
         tokens = self._read(place, min(count, self._written - place))
         return tokens[: tokens.index(_END)] if _END in tokens else tokens
@@ -156,41 +154,47 @@ class Corpora:
 
 
 class Shared:
-    """The matcher of one row in the corpus of its salt."""
+    """The matcher of one row in the corpus of its salt.
+
+    Once found, a served text is followed through local changes; the row holds a copy of the piece
+    it follows, so that later texts may overwrite it.
+    """
 
     name = "shared"
     TAIL = 32  # tokens compared; as long as the longest class of matches
+    PIECE = 512  # tokens of a served text copied at a time
+    COPY = 8  # a match this long makes the row leave a copy it is out of step with
+    KNOWN = 16  # a copy followed for so long is looked for again when the row leaves it
 
-    __slots__ = ("_agreed", "_corpus", "_place", "_tail")
+    __slots__ = ("_corpus", "_follower", "_known", "_tail")
 
     def __init__(self, corpus: SharedCorpus) -> None:
         self._corpus = corpus
         self._tail: list[int] = []
-        self._place = 0  # where the text went on after the last guess, 0 = nowhere
-        self._agreed = 0
+        self._follower = Follower([])
+        self._known = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._tail += tokens[-self.TAIL :]
-        del self._tail[: -self.TAIL]
-        if self._agreed:
-            ahead = self._corpus.read(self._place, len(tokens))
-            if len(ahead) == len(tokens) and ahead == list(tokens):
-                self._place += len(tokens)
-                self._agreed += len(tokens)
-            else:
-                self._agreed = 0
+        tail, follower = self._tail, self._follower
+        tail += tokens[-self.TAIL :]
+        del tail[: -self.TAIL]
+        if not follower.lost:
+            for token in tokens[-self.PIECE :]:
+                follower.advance(token)
+        if follower.settled:
+            self._known = max(self._known, follower.agreed)
+            if follower.at < len(follower.text):
+                return
+            follower.leave()  # at the end of the piece
+        elif self._known < self.KNOWN:
+            follower.leave()
+        place, agreed = self._corpus.find(tail)
+        if agreed >= self.COPY or (agreed and follower.lost):
+            before = tail[-min(agreed, Follower.BEHIND) :]
+            follower.text = before + self._corpus.read(place, self.PIECE)
+            follower.start(len(before), agreed)
+            self._known = agreed
 
     def guess(self, limit: int) -> list[Guess]:
-        if limit < 1:
-            return []
-        if not self._agreed or not self._corpus.holds(self._place):
-            self._place, self._agreed = self._corpus.find(self._tail)
-            if not self._agreed:
-                return []
-        tokens = self._corpus.read(self._place, limit)
-        if not tokens:
-            self._agreed = 0
-            return []
-        length = min(self._agreed, LONGEST)
-        probs = chances(_FOUND[length], _FOUND[min(length + 1, LONGEST) :], len(tokens))
-        return [Guess(tokens, probs, f"shared:{length_class(self._agreed)}")]
+        then = THEN if self._known >= self.KNOWN else _DOUBTFUL
+        return copied(self._follower, limit, self.name, _FOUND, then)

@@ -105,15 +105,43 @@ def test_a_text_longer_than_the_corpus_leaves_its_end() -> None:
     assert source.guess(5)[0].tokens == text[960:965]
 
 
-def test_a_row_notices_that_its_place_was_overwritten() -> None:
+def test_a_row_keeps_the_piece_it_follows_when_the_corpus_moves_on() -> None:
     corpus = SharedCorpus(capacity=100)
     text = numbers(1, 60)
     corpus.add(text)
-    source = Shared(corpus)
+    source, late = Shared(corpus), Shared(corpus)
     source.extend(text[:20])
-    assert source.guess(4)[0].tokens == text[20:24]
     corpus.add(numbers(2, 99))
-    assert source.guess(4) == []
+    assert source.guess(4)[0].tokens == text[20:24]
+    late.extend(text[:20])
+    assert late.guess(4) == []
+
+
+def test_a_long_text_is_followed_piece_by_piece() -> None:
+    corpus = SharedCorpus(capacity=4000)
+    text = numbers(1, 3 * Shared.PIECE)
+    corpus.add(text)
+    source = Shared(corpus)
+    source.extend(text[:10])
+    for at in range(10, len(text) - 8, 7):
+        assert source.guess(7)[0].tokens[0] == text[at]
+        source.extend(text[at : at + 7])
+
+
+def test_a_changed_token_does_not_end_a_long_copy_but_a_short_one() -> None:
+    corpus = SharedCorpus(capacity=1000)
+    text = numbers(1, 200)
+    corpus.add(text)
+    long, short = Shared(corpus), Shared(corpus)
+    long.extend(text[:40])
+    short.extend(text[34:40])
+    for source in (long, short):
+        assert source.guess(2)[0].tokens == text[40:42]
+        source.extend([9999])
+    assert (text[41], "shared:replace") in {(g.tokens[0], g.kind) for g in long.guess(4)}
+    assert short.guess(4) == []
+    long.extend([text[41]])
+    assert long.guess(4)[0].tokens == text[42:46]
 
 
 @given(
@@ -121,22 +149,29 @@ def test_a_row_notices_that_its_place_was_overwritten() -> None:
     st.lists(st.integers(0, 3), max_size=30),
     st.integers(1, 9),
 )
-def test_every_guess_was_served_after_the_tokens_it_claims(
-    texts: list[list[int]], tail: list[int], limit: int
+def test_every_guess_was_served_and_every_match_is_real(
+    texts: list[list[int]], told: list[int], limit: int
 ) -> None:
     corpus = SharedCorpus(capacity=40)
     for text in texts:
         corpus.add(text)
-    source = Shared(corpus)
-    for token in tail:
+    source, tail = Shared(corpus), list[int]()
+    for token in told:
+        tail = [*tail, token]
         source.extend([token])
         for guess in source.guess(limit):
             assert 1 <= len(guess.tokens) <= limit
             assert len(guess.probs) == len(guess.tokens)
             assert all(0.0 < p < 1.0 for p in guess.probs)
-            piece = source._tail[-min(source._agreed, Shared.TAIL) :] + list(guess.tokens)
+            if guess.kind == "shared:edited":
+                continue
+            tokens = list(guess.tokens)
             assert any(
-                text[i : i + len(piece)] == piece
+                text[i : i + len(tokens)] == tokens
                 for text in texts
-                for i in range(len(text) - len(piece) + 1)
+                for i in range(len(text) - len(tokens) + 1)
             )
+        place, agreed = corpus.find(tail)
+        if agreed:
+            before = tail[len(tail) - agreed :]
+            assert corpus.read(place - agreed, agreed) == before
