@@ -16,6 +16,8 @@ from spec_serve.target.families import FAMILIES, Family
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "freqs")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+PARTIAL = "partial_rotary_factor: only 1.0 (the whole head) is supported"
 
 Raw = Mapping[str, Any]
 
@@ -100,6 +102,15 @@ class ModelConfig:
                 f"quantization_config: {method!r} is not supported; "
                 "use float32, bfloat16 or float16 weights, or a GGUF file"
             )
+        if raw.get("use_bidirectional_attention"):
+            raise ConfigError("use_bidirectional_attention: only causal attention is supported")
+        for kind in raw.get("layer_types") or ():
+            if kind not in LAYER_TYPES:
+                raise ConfigError(
+                    f"layer_types: {kind!r} is not supported; supported: {', '.join(LAYER_TYPES)}"
+                )
+        if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ConfigError(PARTIAL)
         hidden, heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
         layers = _count(raw, "num_hidden_layers")
         kv_heads = _count(raw, "num_key_value_heads", heads)
@@ -220,7 +231,7 @@ def _rope(given: Raw, theta: float, context: int) -> RopeConfig:
             f"rope_type: {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
         )
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor: only 1.0 (the whole head) is supported")
+        raise ConfigError(PARTIAL)
     if kind == "default":
         return RopeConfig(theta)
     if kind == "freqs":
