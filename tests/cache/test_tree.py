@@ -55,7 +55,7 @@ def test_ancestors_of_deep_trees_pass_64_bits() -> None:
         (TokenTree([1, 2], [-1, -1], 1), "precede"),
         (TokenTree([1, 2, 3], [-1, 2, 1], 1), "precede"),
         (TokenTree([1, 2, 3], [-1, 0, 0], 3), "given nodes form a chain"),
-        (TokenTree([1, 2, 3], [-1, 0, 0], 2), "last given node"),
+        (TokenTree([1, 2, 3], [-1, 0, 0], 2), "hang off"),
         (TokenTree([1, 2, 2], [-1, 0, 0], 1), "siblings"),
     ],
 )
