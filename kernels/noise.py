@@ -8,6 +8,8 @@ Knows nothing of logits, temperatures or trees, and keeps no state.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,13 @@ _MIX32 = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
 # float32 has 24 bits: beyond this, u would round to 1 and the noise to -inf.
 _U_MAX = 1.0 - 2.0**-24
+# Room for the rounding of float32 logarithms when a bound on noise becomes one on bits.
+_SLACK = 1e-3
 # Elements per pass on a CPU, so that the passes stay inside the second-level cache.
 _BLOCK = 1 << 16
+
+# Modular inverses of the multipliers of _MIX32.
+_UNMIX32 = tuple(pow(factor, -1, 1 << 32) for _, factor in _MIX32)
 
 _U32 = npt.NDArray[np.uint32]
 
@@ -61,6 +68,56 @@ def bits(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     return _mix32(h ^ high[:, None]).to(torch.int64) & 0xFFFF_FFFF
 
 
+@dataclass(frozen=True, slots=True)
+class HostNoise:
+    """The noise of one (seed, position) on the host, where only a part of it is wanted.
+
+    low, high: the halves of the pair's hash, as arrays [1]; see `host_noise`.
+    """
+
+    low: _U32
+    high: _U32
+
+    def of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Noise of these token ids [C]: the same numbers as `gumbel`'s."""
+        h = tokens.astype(np.uint32)
+        h += self.low
+        scratch = np.empty_like(h)
+        _mix32_in_place(h, scratch)
+        h ^= self.high
+        _mix32_in_place(h, scratch)
+        noise: npt.NDArray[np.float32] = _to_gumbel(torch.from_numpy(h.astype(np.float32))).numpy()
+        return noise
+
+    def above(self, least: float, vocab: int) -> npt.NDArray[np.int64]:
+        """All token ids below `vocab` whose noise exceeds `least`, and perhaps some just below it.
+
+        The hash is a bijection: running the few uniform bits that are small enough through its
+        inverse finds their tokens without looking at the vocabulary. The work is 2^32 exp(-least),
+        so `least` must be large (see `loudness`).
+        """
+        count = math.ceil(-math.expm1(-math.exp(_SLACK - least)) * 2**32) + 1
+        assert count < 1 << 24, "noise this small is common: look at the vocabulary instead"
+        h = np.arange(count, dtype=np.uint32)
+        scratch = np.empty_like(h)
+        _unmix32_in_place(h, scratch)
+        h ^= self.high
+        _unmix32_in_place(h, scratch)
+        h -= self.low
+        return h[h < vocab].astype(np.int64)
+
+
+def loudness(share: float) -> float:
+    """The noise above which `above` has to try `share` uniform values."""
+    return -math.log(-math.log1p(-share * 2.0**-32))
+
+
+def host_noise(seeds: Tensor, positions: Tensor) -> list[HostNoise]:
+    """One `HostNoise` per (seed, position) pair; CPU tensors [K]."""
+    low, high = _keys(seeds.numpy(), positions.numpy())
+    return [HostNoise(low[i : i + 1], high[i : i + 1]) for i in range(len(low))]
+
+
 def mix_seed(seed: int, index: int) -> int:
     """An independent signed 64-bit seed for the index-th sibling of what `seed` belongs to."""
     x = (_hash64(seed) + index * _GAMMA) % (1 << 64)
@@ -77,7 +134,7 @@ def _hash64(value: int) -> int:
 
 def _to_gumbel(uniform: Tensor) -> Tensor:
     """Small bits give large noise: float32 resolves u finely near 0, not near 1."""
-    u = uniform.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_U_MAX)
+    u = uniform.to(torch.float32, copy=True).add_(0.5).mul_(2.0**-32).clamp_(max=_U_MAX)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -121,6 +178,22 @@ def _mix32_in_place(x: _U32, scratch: _U32) -> None:
         np.right_shift(x, np.uint32(shift), out=scratch)
         np.bitwise_xor(x, scratch, out=x)
         np.multiply(x, np.uint32(factor), out=x)
+    np.right_shift(x, np.uint32(16), out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+
+
+def _unmix32_in_place(x: _U32, scratch: _U32) -> None:
+    """The inverse of `_mix32_in_place`."""
+    first, second = (np.uint32(factor) for factor in _UNMIX32)
+    np.right_shift(x, np.uint32(16), out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+    np.multiply(x, second, out=x)
+    np.right_shift(x, np.uint32(13), out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+    # A shift of 13 bits leaves two further steps, 26 bits away and none beyond that.
+    np.right_shift(scratch, np.uint32(13), out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+    np.multiply(x, first, out=x)
     np.right_shift(x, np.uint32(16), out=scratch)
     np.bitwise_xor(x, scratch, out=x)
 

@@ -24,7 +24,7 @@ _FEW = 1024
 # First guess of how far below the best logit (in units of the temperature) survivors may lie.
 _REACH = 8.0
 _FARTHER = 1.3
-_LOWEST = float(np.finfo(np.float32).min)
+LOWEST = float(np.finfo(np.float32).min)
 
 _F32 = npt.NDArray[np.float32]
 _I64 = npt.NDArray[np.int64]
@@ -138,7 +138,7 @@ def _survivors_of_row(
     useful = 1.0 - math.log(min_p) if min_p > 0 else math.inf
     reach = useful if top_p >= 1 and not top_k else min(_REACH, useful)
     while True:
-        floor = np.float32(max(float(top) - reach * temperature, _LOWEST))
+        floor = np.float32(max(float(top) - reach * temperature, LOWEST))
         ids = np.flatnonzero(row >= floor)
         z = (row[ids] - top) / t
         weight = _weights(z.copy())

@@ -9,16 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spec_serve.kernels.noise import gumbel, gumbel_of
+from spec_serve.kernels.noise import HostNoise, gumbel, gumbel_of, host_noise, loudness
 from spec_serve.spec.choice import RowSampling
-from spec_serve.spec.filters import NEVER, scaled, survivors
+from spec_serve.spec.filters import LOWEST, NEVER, scaled, survivors
 from spec_serve.spec.nodes import Buffer, NodeSampling, Spans, pack
 
 # From this vocabulary on, rows of a CPU batch are drawn one by one.
 _WIDE = 2048
+# How far below the best logit, in units of the temperature, tokens are looked at first.
+_NEAR = 5.0
+# Noise counts as loud if about one in this many of the vocabulary's size is tried to find it all.
+_LOUD = 8
+# Room for rounding in sums of logits and noise.
+_MARGIN = 0.01
+
+_F32 = npt.NDArray[np.float32]
+_I64 = npt.NDArray[np.int64]
 
 __all__ = ["NodeSampling", "RowNoise", "RowSampling", "adjust", "choose", "pack"]
 
@@ -97,34 +108,27 @@ class RowNoise:
         if not self._any:
             return logits
         x = logits.to(torch.float32)
-        temperature = self._temperature[rows]
-        seeds = self._seeds[rows]
-        if self._all:
-            return scaled(x, temperature).add_(_shared_noise(seeds, positions, x.shape[1]))
-        warm = temperature > 0
-        if x.device.type == "cpu":  # reading is free here, noise isn't
-            at = warm.nonzero().squeeze(1)
-            if not len(at):
-                return logits
-            noisy = scaled(x[at], temperature[at])
-            noisy += _shared_noise(seeds[at], positions[at], x.shape[1])
-            return x.index_copy(0, at, noisy)
-        noisy = scaled(x, temperature.masked_fill(~warm, 1.0))
+        temperature, seeds = self._temperature[rows], self._seeds[rows]
+        if x.device.type == "cpu" and x.shape[1] >= _WIDE:
+            return _with_noise(x, temperature, host_noise(seeds, positions))
+        warm = temperature[:, None] > 0
+        noisy = scaled(x, temperature.where(warm[:, 0], 1.0))
         noisy += gumbel(seeds, positions, x.shape[1])
-        return torch.where(warm[:, None], noisy, x)
+        return noisy if self._all else torch.where(warm, noisy, x)
 
 
-def _shared_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """`gumbel`, computed once for equal (seed, position) pairs where looking is free."""
-    if seeds.device.type != "cpu" or len(seeds) == 1:
-        return gumbel(seeds, positions, vocab)
-    keys: dict[tuple[int, int], int] = {}
-    pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
-    where = [keys.setdefault(pair, len(keys)) for pair in pairs]
-    if len(keys) == len(where):
-        return gumbel(seeds, positions, vocab)
-    distinct = torch.tensor(list(keys))
-    return gumbel(distinct[:, 0], distinct[:, 1], vocab)[torch.tensor(where)]
+def _with_noise(logits: Tensor, temperature: Tensor, noises: Sequence[HostNoise]) -> Tensor:
+    """Scaled logits [K, V] with noise on the tokens that can win; the rest is too far behind."""
+    out = torch.empty_like(logits)
+    rows = zip(logits.numpy(), temperature.tolist(), noises, strict=True)
+    for i, (row, t, noise) in enumerate(rows):
+        if t > 0:
+            ids, total = contenders(row, t, noise)
+            out[i : i + 1] = scaled(logits[i : i + 1], temperature[i : i + 1])
+            out.numpy()[i, ids] = total
+        else:
+            out[i] = logits[i]
+    return out
 
 
 def _draw(free: Tensor, nodes: NodeSampling) -> Tensor:
@@ -138,17 +142,49 @@ def _draw(free: Tensor, nodes: NodeSampling) -> Tensor:
         if key_of is not None:
             noise = noise.index_select(0, key_of)
         return _first_max(scaled(free, temperature).add_(noise))
-    # One key after the other: what a row needs then stays in the cache.
-    picked = torch.empty(len(free), dtype=torch.int64)
-    rows_of: list[list[int]] = [[] for _ in range(len(seeds))]
-    for row, key in enumerate(range(len(free)) if key_of is None else key_of.tolist()):
-        rows_of[key].append(row)
-    for key, rows in enumerate(rows_of):
-        noise = gumbel(seeds[key : key + 1], positions[key : key + 1], vocab)
-        for row in rows:
-            one = slice(row, row + 1)
-            picked[one] = _first_max(scaled(free[one], temperature[one]).add_(noise))
-    return picked
+    noises = host_noise(seeds, positions)
+    keys = range(len(free)) if key_of is None else key_of.tolist()
+    picks = [
+        _draw_from_row(row, t, noises[key])
+        for row, t, key in zip(free.numpy(), temperature.tolist(), keys, strict=True)
+    ]
+    return torch.tensor(picks)
+
+
+def _draw_from_row(row: _F32, temperature: float, noise: HostNoise) -> int:
+    """Arg-max of scaled logits plus noise, looking only at tokens that can win."""
+    ids, total = contenders(row, temperature, noise)
+    return int(ids[total == total.max()].min()) if len(ids) else int(row.argmax())
+
+
+def contenders(row: _F32, temperature: float, noise: HostNoise) -> tuple[_I64, _F32]:
+    """Tokens of a row [V] that can be the arg-max of scaled logits plus noise, and these sums.
+
+    Tokens near the best logit come first; any other needs noise so large that it is rare, and
+    those few are found from the noise's side: noise of the whole vocabulary is never computed, and
+    yet the result is the same. Ids may repeat. A row without a finite maximum has none.
+    """
+    top = row.max()
+    if not np.isfinite(top):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    t = np.float32(temperature)
+    reach, loud = _NEAR, loudness(len(row) / _LOUD)
+    while True:
+        floor = np.float32(max(float(top) - reach * temperature, LOWEST))
+        near = np.flatnonzero(row >= floor)
+        total = (row[near] - top) / t + noise.of(near)
+        # Whoever is not near lies below -reach, so it wins only with noise above best + reach.
+        needed = float(total.max()) + reach
+        if needed >= loud:
+            break
+        reach += loud - needed + _MARGIN
+    far = noise.above(needed - _MARGIN, len(row)) if len(near) < len(row) else near[:0]
+    if not len(far):
+        return near, total
+    return (
+        np.concatenate((near, far)),
+        np.concatenate((total, (row[far] - top) / t + noise.of(far))),
+    )
 
 
 def _groups(x: Tensor, nodes: NodeSampling) -> list[int]:

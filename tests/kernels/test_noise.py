@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from spec_serve.kernels import noise
-from spec_serve.kernels.noise import bits, gumbel, gumbel_of, mix_seed
+from spec_serve.kernels.noise import bits, gumbel, gumbel_of, host_noise, mix_seed
 
 EULER = 0.5772156649
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63), 4711, 0x0123456789ABCDEF, -987654321987654321]
@@ -68,6 +68,20 @@ def test_a_value_depends_on_its_key_only() -> None:
     assert torch.equal(gumbel(seeds, positions, 17), together[:, :17])
     ids = torch.randint(0, 3001, (6, 13), generator=torch.Generator().manual_seed(1))
     assert torch.equal(gumbel_of(seeds, positions, ids), together.gather(1, ids))
+
+
+def test_host_noise_is_the_same_noise_and_knows_its_largest_values() -> None:
+    seeds, positions = grid(EDGES, [0, 3])
+    vocab = 60_000
+    full = gumbel(seeds, positions, vocab).numpy()
+    ids = np.array([0, 7, 7, 59_999, 123])
+    for row, one in zip(full, host_noise(seeds, positions), strict=True):
+        assert (one.of(ids) == row[ids]).all()
+        for least in (8.0, 9.5, 11.0):
+            found = one.above(least, vocab)
+            assert set(np.flatnonzero(row > least)) <= set(found.tolist())
+            assert (row[found] > least - 0.01).all() and len(set(found.tolist())) == len(found)
+        assert set(np.flatnonzero(row > 8.0)), "a test without large values shows nothing"
 
 
 def test_uniform_in_high_and_low_bits() -> None:

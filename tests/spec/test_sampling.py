@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_serve.cache.tree import TokenTree, chain, root, trie
-from spec_serve.kernels.noise import gumbel
+from spec_serve.kernels.noise import HostNoise, gumbel
 from spec_serve.spec import filters
 from spec_serve.spec import sampling as sampling_
 from spec_serve.spec.request import Sampling
@@ -275,6 +276,40 @@ def test_thresholds_find_what_sorting_finds(scale: float, monkeypatch: pytest.Mo
     )
     full = torch.full_like(logits[some], NEVER).scatter_reduce_(1, ids, z, "amax")
     assert torch.equal(full, results[0][some])
+
+
+@pytest.mark.parametrize("loud", [0.02, 8, 1000])
+@pytest.mark.parametrize("scale", [0.02, 1.0, 6.0])
+def test_drawing_from_contenders_is_drawing_from_all(
+    scale: float, loud: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The less noise counts as loud, the more winners are found from the noise's side."""
+    monkeypatch.setattr(sampling_, "_LOUD", loud)
+    found: list[int] = []
+    above = HostNoise.above
+
+    def spy(self: HostNoise, least: float, vocab: int) -> npt.NDArray[np.int64]:
+        ids = above(self, least, vocab)
+        found.extend(ids.tolist())
+        return ids
+
+    monkeypatch.setattr(HostNoise, "above", spy)
+    vocab, count = 4000, 60
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(count, vocab, generator=generator) * scale
+    logits[::4, 50:] = NEVER
+    states = [
+        RowSampling(Sampling(temperature=0.3 + 0.05 * i), i, vocab, [0], 0, frozenset())
+        for i in range(count)
+    ]
+    rows = [(state, root(0), i, 0) for i, state in enumerate(states)]
+    nodes = pack(rows, "cpu")
+    chosen = choose(logits, nodes)
+    drafted = RowNoise(states, "cpu").add(logits, torch.arange(count), torch.arange(count) + 1)
+    monkeypatch.setattr(sampling_, "_WIDE", 10**9)
+    assert torch.equal(chosen, choose(logits, nodes))
+    assert torch.equal(chosen, drafted.argmax(-1))
+    assert found or loud > 1
 
 
 def test_extreme_temperatures_and_bias_stay_finite() -> None:
