@@ -65,7 +65,7 @@ class TorchPlan:
         """Write k and v, then attend; q [N, heads, D] -> [N, heads, D]."""
         kv.k.index_copy_(0, self._batch.slots, k)
         kv.v.index_copy_(0, self._batch.slots, v)
-        inner = torch.float64 if self._exact and q.dtype == torch.float32 else q.dtype
+        inner = torch.float64 if self._exact else q.dtype
         views = self._views.get((window, inner))
         if views is None:
             views = [self._view(b, window, inner) for b in range(len(self._row_ids))]
@@ -169,9 +169,9 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
 class TorchAttention:
     """The torch reference as a backend: runs on any device and in any float dtype.
 
-    exact: compute float32 attention in float64. Rounding to float32 at the end then hides in which
-    order, and among which masked keys, the sums were taken, so that a token's result is the same
-    bits (but for about one value in 10^7) whether it ran alone, in a chain or in a tree.
+    exact: compute in float64. Rounding to the model's dtype at the end then hides in which order,
+    and among which masked keys, the sums were taken, so that a token's result is the same bits
+    (but for about one value in 10^7) whether it ran alone, in a chain or in a tree.
     """
 
     name = "torch"

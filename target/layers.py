@@ -39,10 +39,16 @@ def activation(name: str) -> Activation:
 
 
 @cache
-def _can_pack() -> bool:
-    """Whether this build of torch has oneDNN's prepacked linear for float32 on a CPU."""
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch on this CPU has a prepacked linear (oneDNN) worth using.
+
+    bfloat16 only with the processor's own instructions for it: emulated it is slower than float32.
+    """
+    native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    if dtype != torch.float32 and not (dtype == torch.bfloat16 and native()):
+        return False
     try:
-        eye = torch.eye(16)
+        eye = torch.eye(16, dtype=dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(eye, EXPECTED)
         out = torch.ops.mkldnn._linear_pointwise(eye, packed, None, "none", [], "")
     except (AttributeError, RuntimeError):  # NotImplementedError is a RuntimeError
@@ -53,20 +59,21 @@ def _can_pack() -> bool:
 class Linear:
     """y = x W^T + b, W [out, in].
 
-    In float32 on a CPU the weight is held in oneDNN's blocked layout and the plain one is given up:
-    up to 8 rows then cost what one costs, and the bits of a row's result do not depend on how many
-    others are computed with it (measured with AVX-512; F.linear gives 1, 2 and 4 rows different
-    bits). Pass `pack=False` to keep the plain layout.
+    On a CPU, in float32 and where the processor knows it bfloat16, the weight is held in oneDNN's
+    blocked layout and the plain one is given up: up to 8 rows then cost what one costs, and the
+    bits of a row's result do not depend on how many others are computed with it (measured with
+    AVX-512; F.linear gives 1, 2 and 4 rows different bits). `pack=False` keeps the plain layout.
     """
 
-    __slots__ = ("_packed", "_plain", "bias", "inputs", "outputs")
+    __slots__ = ("_dtype", "_packed", "_plain", "bias", "inputs", "outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> None:
         self.outputs, self.inputs = weight.shape
         self.bias = bias
+        self._dtype = weight.dtype
         self._packed: Tensor | None = None
         self._plain: Tensor | None = weight
-        if pack and weight.dtype == torch.float32 and weight.device.type == "cpu" and _can_pack():
+        if pack and weight.device.type == "cpu" and can_pack(weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED)
             self._plain = None
 
@@ -94,9 +101,8 @@ class Linear:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and the bias."""
-        held = self._plain if self._plain is not None else self.bias
-        size = held.dtype.itemsize if held is not None else 4
-        return (self.outputs * self.inputs + (0 if self.bias is None else self.outputs)) * size
+        values = self.outputs * (self.inputs + (self.bias is not None))
+        return values * self._dtype.itemsize
 
 
 class RMSNorm:
