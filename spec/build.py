@@ -21,6 +21,8 @@ from spec_serve.spec.request import Mode
 from spec_serve.spec.row import Row
 from spec_serve.spec.step import DraftRow, Job, Result
 
+FIRST_CATCH_UP = 16  # prompt tokens a draft may have to read before the first token goes out
+
 SourceMaker = Callable[[Row], list[Source]]
 
 
@@ -142,7 +144,7 @@ class Builder:
         """How large the device drafter grows this step."""
         if self._drafter is None:
             return Plan(0, 0, 0)
-        rows = [row for row, _ in picked if self._may_draft(row) and row.emitted > 0]
+        rows = [row for row, _ in picked if self._may_draft(row)]
         if not rows:
             return Plan(0, 0, 0)
         if any(self._mode(row) == "max" for row in rows):
@@ -152,6 +154,8 @@ class Builder:
     def _may_draft(self, row: Row) -> bool:
         if self._drafter is None or not self._speculates(row):
             return False
+        if row.emitted == 0 and len(row.tokens) - row.drafted > FIRST_CATCH_UP:
+            return False  # the first token goes out before the draft reads a long prompt
         allowed = row.request.speculation.sources
         return allowed is None or self._drafter.name in allowed
 
@@ -281,7 +285,7 @@ class Builder:
             return -1
         if self._taps:
             return max(0, plan.depth - 1) * plan.width
-        if plan.nodes and part.final and row.emitted > 0 and self._may_draft(row):
+        if plan.nodes and part.final and self._may_draft(row):
             return (plan.depth - 1) * plan.width
         return -1
 

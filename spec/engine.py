@@ -81,7 +81,7 @@ class Engine:
         with self._wake:
             if self._draining or self._stopped:
                 raise RequestError("", "the server is shutting down", "draining")
-            if self._pending + request.n > self.limits.max_waiting + self.info.max_rows:
+            if not self._has_room(request.n):
                 raise RequestError("", "too many requests are waiting", "overloaded")
             if request.id in self._live or any(r.id == request.id for r in self._inbox):
                 raise RequestError("id", f"a request {request.id!r} is already running")
@@ -145,12 +145,16 @@ class Engine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests to their end in the calling thread, one Completion per choice in order."""
-        for request in requests:
-            self.submit(request)
         events: list[Event] = []
-        while not self.idle():
+        left = deque(requests)
+        while left or not self.idle():
+            while left and self._has_room(left[0].n):
+                self.submit(left.popleft())
             events += self.step()
         return collect(requests, events)
+
+    def _has_room(self, choices: int) -> bool:
+        return self._pending + choices <= self.limits.max_waiting + self.info.max_rows
 
     def step(self) -> list[Event]:
         """One step: intake, one device step over all picked rows, commit. Returns the events."""
@@ -259,9 +263,10 @@ class Engine:
             tree = twig.tree
             tokens = tree.tokens
             given = tree.given
+            goes_on = job.next_tokens[b] >= 0
             if not row.scored:
-                self._prompt_scores(row, result.prompt.get(b), bonus >= 0)
-            if bonus < 0:  # the prompt goes on
+                self._prompt_scores(row, result.prompt.get(b), not goes_on)
+            if goes_on:  # a prompt chunk: nothing was chosen
                 self.builder.commit(row, twig, [], job, b)
                 continue
             new = [tokens[node] for node in path]

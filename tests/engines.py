@@ -25,7 +25,7 @@ from spec_serve.spec.request import Request, Sampling, Speculation, Stopping
 from spec_serve.target.model import Transformer, load_model
 from tests.tiny import noisy_copy, tiny_checkpoint, tiny_model
 
-FLAT = [(1, 1.0), (64, 1.0001)]
+FLAT = [(1, 1.0), (4096, 1.0001)]
 _ids = count()
 
 

@@ -1,0 +1,523 @@
+"""Faults users of other servers met, each impossible here: cases by number, engine side.
+
+The numbers are those of the project's list of public bug reports. Cases that concern text or
+transports stand in tests/api; case 1 and 12 in tests/test_lossless.py, 2 and 3 also in tests/spec.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from spec_serve.cache.batch import Twig, build_batch
+from spec_serve.cache.pool import KVPool
+from spec_serve.cache.tree import chain
+from spec_serve.kernels.reference import TorchAttention
+from spec_serve.spec.completion import Completion
+from spec_serve.spec.request import RequestError, Speculation
+from tests.engines import FLAT, engine, prompts, request, run, target, tokens
+from tests.tiny import tiny_model
+
+PROMPT = prompts(1, 20, 24, seed=7)[0]
+VOCAB = 300
+
+
+@cache
+def reference(max_tokens: int = 40) -> list[int]:
+    """OFF's greedy ids after PROMPT."""
+    return tokens(engine(), PROMPT, max_tokens)
+
+
+def unique(start: int, ids: Sequence[int]) -> int:
+    """The first index from `start` on whose id has not occurred before it."""
+    return next(i for i in range(start, len(ids)) if ids[i] not in ids[:i])
+
+
+def logits_after(ids: Sequence[int]) -> torch.Tensor:
+    """The target's logits for the token after `ids`, by a plain forward."""
+    model = target()
+    n = len(ids)
+    pool = KVPool(model.kv_specs, n, 1, n)
+    batch = build_batch([Twig(0, 0, chain(ids), range(1, n + 1), n - 1)])
+    plan = TorchAttention().plan(batch, pool.table)
+    return model.forward(batch, pool.layers, plan).logits[0]
+
+
+@pytest.mark.parametrize("kind", ["near", "far"])
+@pytest.mark.parametrize("shape", [(3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"top_k": 2}], ids=str)
+def test_case_02_sampling_keeps_the_joint_distribution(
+    kind: str, shape: tuple[int, int], filters: dict[str, float]
+) -> None:
+    allowed = (65, 66, 67, 68)
+    bias = dict.fromkeys(allowed, 100.0)
+    temperature = 0.8
+    exact: dict[tuple[int, ...], float] = {}
+
+    def expand(path: tuple[int, ...], mass: float) -> None:
+        if len(path) == 3:
+            exact[path] = mass
+            return
+        p = torch.softmax(logits_after([90, 90, *path])[list(allowed)].double() / temperature, 0)
+        ranked = sorted(zip(p.tolist(), allowed, strict=True), reverse=True)
+        kept, total = [], 0.0
+        for share, token in ranked:
+            if "top_k" in filters and len(kept) == filters["top_k"]:
+                break
+            if "top_p" in filters and total >= filters["top_p"]:
+                break
+            kept.append((share, token))
+            total += share
+        for share, token in kept:
+            expand((*path, token), mass * share / total)
+
+    expand((), 1.0)
+    on = engine(kind, depth=shape[0], width=shape[1], nodes=6, max_rows=64, kv_tokens=4096)
+    trials = 1200
+    asked = [
+        request([90, 90], 3, temperature=temperature, logit_bias=bias, n=8, **filters)
+        for _ in range(trials // 8)
+    ]
+    counts = Counter(tuple(done.tokens) for done in run(on, *asked))
+    assert set(counts) <= set(exact), "an excluded outcome occurred"
+    cells = sorted(exact.items(), key=lambda cell: -cell[1])
+    observed, expected = [0.0], [0.0]
+    for path, mass in cells:
+        if mass * trials >= 5:
+            observed.append(counts[path])
+            expected.append(mass * trials)
+        else:
+            observed[0] += counts[path]
+            expected[0] += mass * trials
+    if expected[0] == 0:
+        observed, expected = observed[1:], expected[1:]
+    assert chisquare(observed, expected).pvalue > 0.001
+    assert on.stats().accepted > 0 or kind == "far"
+
+
+def test_case_04_the_first_token_is_never_lost() -> None:
+    ids = reference()
+    for m in range(1, 15):
+        assert tokens(engine("self", depth=4), PROMPT, m) == ids[:m]
+    (done,) = run(engine("self", depth=4), request(PROMPT, 8, stop_ids=[ids[0]]))
+    assert (done.tokens, done.reason, done.matched) == (ids[:1], "stop", ids[0])
+    assert sum(step.drafted for step in done.steps) == 0
+
+
+def test_case_05_no_token_leaks_into_another_request() -> None:
+    chooser = random.Random(5)
+    asked = []
+    for i in range(24):
+        own = [8 * i + j for j in range(8)]
+        prompt = (own[:2] * 150)[: chooser.randint(1, 300)]
+        if i % 2:
+            prompt = [chooser.randrange(VOCAB) for _ in prompt]
+        bias = dict.fromkeys(own, 100.0)
+        asked.append((set(own), request(prompt, chooser.randint(5, 40), logit_bias=bias)))
+    alone = [run(engine(), one)[0].tokens for _, one in asked]
+    on = engine("near", lookup=True, depth=3, width=2, max_rows=24, kv_tokens=9000)
+    got: dict[str, list[int]] = {one.id: [] for _, one in asked}
+    waiting = [one for _, one in asked]
+    doomed = [request(prompt, 50) for prompt in prompts(3, seed=6)]
+    step = 0
+    while waiting or not on.idle():
+        if step % 2 == 0 and waiting:
+            on.submit(waiting.pop(0))
+        if step in (3, 9, 15):
+            on.submit(doomed[step // 6])
+        if step in (7, 12, 19):
+            on.cancel(doomed[(step - 3) // 6 if step != 12 else 1].id)
+        for event in on.step():
+            if event.request.id in got:
+                got[event.request.id] += getattr(event, "tokens", [])
+        step += 1
+    on.store.check()
+    for (own, one), expected in zip(asked, alone, strict=True):
+        assert got[one.id] == expected
+        assert set(got[one.id]) <= own
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (3, 2)], ids=str)
+def test_case_06_a_seed_means_the_same_text_in_any_company(shape: tuple[int, int]) -> None:
+    def seeded(seed: int = 4711) -> object:
+        return request(PROMPT, 24, temperature=0.9, seed=seed)
+
+    on = engine("near", depth=shape[0], width=shape[1])
+    expected = run(on, seeded())[0].tokens  # type: ignore[arg-type]
+    assert expected == tokens(engine(), PROMPT, 24, temperature=0.9, seed=4711)
+    beside = run(on, seeded(), request(PROMPT, 24, temperature=0.9))  # type: ignore[arg-type]
+    assert beside[0].tokens == expected
+    others = [seeded(seed) for seed in range(7)]
+    assert run(on, *others[:3], seeded(), *others[3:])[3].tokens == expected  # type: ignore[arg-type]
+    run(on, *(request(prompt, 3, temperature=1.0) for prompt in prompts(20)))
+    twice = run(on, seeded(), seeded())  # type: ignore[arg-type]
+    assert twice[0].tokens == twice[1].tokens == expected
+    assert run(on, seeded(4712))[0].tokens != expected  # type: ignore[arg-type]
+    free = [request(PROMPT, 24, temperature=0.9) for _ in range(3)]
+    assert len({tuple(done.tokens) for done in run(on, *free)}) == 3
+
+
+def test_case_07_a_stop_inside_a_run_wins_over_the_limit() -> None:
+    ids = reference()
+    at = unique(9, ids)
+    for m in range(at - 1, at + 7):
+        (off,) = run(engine(), request(PROMPT, m, stop_ids=[ids[at]]))
+        (on,) = run(engine("self", depth=8), request(PROMPT, m, stop_ids=[ids[at]]))
+        assert (on.tokens, on.reason, on.matched) == (off.tokens, off.reason, off.matched)
+        assert on.reason == ("length" if m <= at else "stop")
+        assert on.usage.completion_tokens == min(m, at + 1) == len(on.tokens)
+
+
+def test_case_08_generation_ends_at_an_eos_inside_a_run() -> None:
+    ids = reference()
+    at = unique(6, ids)
+    for depth in range(1, 11):
+        on = engine("self", depth=depth)
+        (done,) = run(on, request(PROMPT, 40, eos=[299, ids[at]]))
+        assert (done.tokens, done.reason) == (ids[: at + 1], "stop")
+        (done,) = run(on, request(PROMPT, 40, eos=[299, ids[at]], ignore_eos=True))
+        assert (done.tokens, done.reason) == (ids, "length")
+
+
+def test_case_09_exactly_as_many_tokens_as_asked() -> None:
+    on = engine("self", depth=4, width=3)
+    for m in range(1, 26):
+        before = on.stats()
+        (done,) = run(on, request(PROMPT, m, logprobs=0))
+        assert done.logprobs is not None
+        assert len(done.tokens) == len(done.logprobs) == done.usage.completion_tokens == m
+        assert done.reason == "length"
+        after = on.stats()
+        assert after.tokens_out - before.tokens_out == m
+        steps = done.steps
+        assert sum(step.accepted for step in steps) == after.accepted - before.accepted
+        assert sum(step.accepted for step in steps) <= m
+
+
+@pytest.mark.parametrize("kind", ["self", "far"])
+@pytest.mark.parametrize("through", ["eos", "stop_ids"])
+def test_case_10_min_tokens_is_judged_per_node(kind: str, through: str) -> None:
+    ids = reference()
+    at = unique(4, ids)
+    for n in range(at + 6):
+        ends = {through: [ids[at]]}
+        (off,) = run(engine(), request(PROMPT, 14, min_tokens=n, **ends))  # type: ignore[arg-type]
+        on = engine(kind, depth=6)
+        (done,) = run(on, request(PROMPT, 14, min_tokens=n, **ends))  # type: ignore[arg-type]
+        assert (done.tokens, done.reason) == (off.tokens, off.reason)
+        if n <= at:
+            assert done.tokens == ids[: at + 1]
+        else:
+            assert ids[at] not in done.tokens[:n]
+            assert len(done.tokens) > n
+    with pytest.raises(RequestError, match="min_tokens"):
+        on.submit(request(PROMPT, 12, min_tokens=20))
+
+
+@pytest.mark.parametrize("kind", ["self", "far", "lookup"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_case_13_logprobs_are_those_of_the_target(kind: str, temperature: float) -> None:
+    asked = {"temperature": temperature, "seed": 9, "logprobs": 3}
+    (off,) = run(engine(), request(PROMPT, 32, **asked))  # type: ignore[arg-type]
+    (on,) = run(engine(kind, depth=5), request(PROMPT, 32, **asked))  # type: ignore[arg-type]
+    assert off.logprobs is not None and on.logprobs is not None
+    assert on.tokens == off.tokens and len(on.logprobs) == 32
+    for i, (a, b) in enumerate(zip(on.logprobs, off.logprobs, strict=True)):
+        direct = logits_after(PROMPT + on.tokens[:i]).log_softmax(0)
+        assert a.token == b.token == on.tokens[i]
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert a.logprob == pytest.approx(float(direct[a.token]), abs=1e-4)
+        assert [token for token, _ in a.top] == direct.topk(3).indices.tolist()
+        if temperature == 0.0:
+            assert a.top[0][0] == a.token
+    assert any(entry.logprob < -1e-3 for entry in on.logprobs)
+
+
+def test_case_13_prompt_logprobs_with_chunks_and_cache() -> None:
+    prompt = prompts(1, 150, 160, seed=3)[0]
+    direct = [float(logits_after(prompt[:i]).log_softmax(0)[prompt[i]]) for i in range(1, 60)]
+    on = engine("near", depth=3, width=2, step_tokens=48)
+    for _ in range(2):
+        (done,) = run(on, request(prompt, 4, prompt_logprobs=2))
+        assert done.prompt_logprobs is not None
+        assert [entry.token for entry in done.prompt_logprobs] == prompt[1:]
+        got = [entry.logprob for entry in done.prompt_logprobs]
+        assert got[:59] == pytest.approx(direct, abs=1e-4)
+        assert done.tokens == tokens(engine(), prompt, 4)
+
+
+def test_case_14_no_infinity_in_logprobs() -> None:
+    best = reference()[0]
+    for extra in ({"logit_bias": {best: -100.0}}, {"top_k": 1, "temperature": 1.0}):
+        (done,) = run(engine("self", depth=3), request(PROMPT, 6, logprobs=5, **extra))  # type: ignore[arg-type]
+        assert done.logprobs is not None
+        values = [
+            lp for entry in done.logprobs for lp in (entry.logprob, *dict(entry.top).values())
+        ]
+        assert len(values) == 6 * 6
+        assert all(-1e4 < value <= 0 for value in values)
+
+
+BAD = [
+    ("prompt", {"prompt": [VOCAB]}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": [2**31]}),
+    ("prompt", {"prompt": [3, "x"]}),
+    ("prompt", {"prompt": []}),
+    ("stop_token_ids", {"stop_ids": [VOCAB + 7], "min_tokens": 3}),
+    ("stop_token_ids", {"stop_ids": [-2]}),
+    ("logit_bias", {"logit_bias": {999999: 5.0}}),
+    ("logit_bias", {"logit_bias": {-1: 5.0}}),
+    ("logit_bias", {"logit_bias": {"foo": 5.0}}),
+    ("logit_bias", {"logit_bias": {5: float("nan")}}),
+    ("bad_words", {"bad_words": ((VOCAB,),)}),
+    ("bad_words", {"bad_words": ((),)}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("temperature", {"temperature": float("inf")}),
+    ("temperature", {"temperature": -0.5}),
+    ("top_p", {"top_p": 0.0}),
+    ("top_k", {"top_k": -1}),
+    ("min_p", {"min_p": 1.5}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("seed", {"seed": 2**70}),
+    ("n", {"n": 10**6}),
+    ("logprobs", {"logprobs": 10**6}),
+    ("speculation.sources", {"speculation": Speculation(sources=frozenset({"oracle"}))}),
+    ("speculation.prediction", {"speculation": Speculation(prediction=(VOCAB,))}),
+]
+
+
+def test_case_15_and_29_bad_input_names_its_field_and_disturbs_nobody() -> None:
+    on = engine("near", depth=3, width=2)
+    on.submit(request(PROMPT, 40))
+    got: list[int] = []
+    for field, wrong in BAD:
+        options = {"prompt": PROMPT, "max_tokens": 8, **wrong}
+        with pytest.raises(RequestError) as caught:
+            on.submit(request(**options))  # type: ignore[arg-type]
+        assert caught.value.field.startswith(field)
+        assert field in str(caught.value)
+        for event in on.step():
+            got += getattr(event, "tokens", [])
+    while not on.idle():
+        for event in on.step():
+            got += getattr(event, "tokens", [])
+    assert got == reference(40)
+    assert tokens(on, PROMPT, 40) == reference(40)
+
+
+@pytest.mark.parametrize("ending", ["length", "stop id", "eos", "watch"])
+def test_case_22_the_tree_holds_only_what_was_returned(ending: str) -> None:
+    class Cut:
+        """Stops after the 9th token of the choice."""
+
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def feed(self, new: Sequence[int], active_from: int) -> tuple[int, str] | None:
+            self.seen += len(new)
+            over = self.seen - 9
+            return None if over < 0 else (len(new) - over, "cut")
+
+    prompt = prompts(1, 40, 40, seed=8)[0]
+    ids = tokens(engine(), prompt, 13)
+    at = unique(7, ids)
+    on = engine("self", depth=8, width=3, nodes=32)
+    options: dict[str, object] = {
+        "length": {},
+        "stop id": {"stop_ids": [ids[at]]},
+        "eos": {"eos": [ids[at]]},
+        "watch": {"watch": Cut},
+    }[ending]  # type: ignore[assignment]
+    (first,) = run(on, request(prompt, 13, **options))  # type: ignore[arg-type]
+    kept = prompt + first.tokens
+    assert len(first.tokens) == {"length": 13, "watch": 9}.get(ending, at + 1)
+    books = on.store.books()
+    assert books.evictable <= len(kept) and books.pinned == books.rows == books.granted == 0
+    second = kept + [11, 12, 13, 14, 15]
+    (done,) = run(on, request(second, 12))
+    assert len(kept) - 1 <= done.usage.cached_tokens <= len(kept)
+    assert done.tokens == tokens(engine(), second, 12)
+
+
+def accepted_share(done: Completion) -> float:
+    drafted = sum(step.drafted for step in done.steps[:-1])
+    return sum(step.accepted for step in done.steps[:-1]) / drafted
+
+
+def test_case_23_a_cache_hit_never_lowers_acceptance() -> None:
+    a, b, c = prompts(3, 200, 220, seed=9)
+    off_once = request(a, 40, speculation=Speculation(mode="off"))
+    for kind in ("self", "near"):
+        on = engine(kind, depth=4)
+        expected = tokens(engine(), a, 40)
+        shares = []
+        for _ in range(4):
+            (done,) = run(on, request(a, 40))
+            assert done.tokens == expected
+            shares.append(accepted_share(done))
+        batch = run(on, *(request(p, 40) for p in (a, b, a, c, a)))
+        shares += [accepted_share(batch[i]) for i in (0, 2, 4)]
+        run(on, off_once)
+        shares.append(accepted_share(run(on, request(a, 40))[0]))
+        on.store.clear()
+        run(on, off_once)  # now the tree holds A without any K/V of the draft
+        (done,) = run(on, request(a, 40))
+        assert done.usage.cached_tokens >= len(a) - 1
+        shares.append(accepted_share(done))
+        if kind == "self":
+            assert shares == [1.0] * len(shares)
+        else:
+            assert 0.02 < shares[0] < 1.0
+            assert shares == pytest.approx([shares[0]] * len(shares), abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["second", "third"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_case_24_accepted_nodes_scattered_over_the_tree(kind: str, width: int) -> None:
+    batch = prompts(6, 10, 40, seed=10)
+    expected = [tokens(engine(), prompt, 30) for prompt in batch]
+    for depth in (1, 4):
+        on = engine(kind, depth=depth, width=width, nodes=48)
+        done = run(on, *(request(prompt, 30) for prompt in batch))
+        assert [one.tokens for one in done] == expected
+        steps = [step for one in done for step in one.steps]
+        if width >= (2 if kind == "second" else 3):
+            assert sum(step.accepted for step in steps) > len(steps) * 0.5
+        again = [prompt + ids + [3, 4] for prompt, ids in zip(batch[:2], expected, strict=False)]
+        second = run(on, *(request(prompt, 20) for prompt in again))
+        assert [one.tokens for one in second] == [tokens(engine(), p, 20) for p in again]
+
+
+@pytest.mark.parametrize("kind", ["self", "near", "far"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 4), (5, 4)], ids=str)
+def test_case_25_books_balance_in_a_tight_pool(kind: str, shape: tuple[int, int]) -> None:
+    chooser = random.Random(25)
+    on = engine(kind, depth=shape[0], width=shape[1], nodes=24, kv_tokens=400, max_rows=4)
+    live: list[str] = []
+    for i in range(40):
+        prompt = [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 120))]
+        asked = request(prompt, chooser.randint(1, 16))
+        if i % 20 == 7:
+            with pytest.raises(RequestError):
+                on.submit(request([VOCAB + 1], 3))
+        on.submit(asked)
+        live.append(asked.id)
+        if i % 10 == 4:
+            on.cancel(chooser.choice(live))
+        on.step()
+        on.store.check()
+    while not on.idle():
+        on.step()
+        on.store.check()
+    books = on.store.books()
+    assert books.free + books.evictable == books.total
+    assert books.pinned == books.rows == books.granted == 0
+    on.store.clear()
+    assert on.store.books().free == books.total
+
+
+def test_case_26_nodes_in_use_are_never_evicted() -> None:
+    chooser = random.Random(26)
+    shared = [chooser.randrange(VOCAB) for _ in range(100)]
+    for cancel in (False, True):
+        on = engine("near", depth=3, width=2, kv_tokens=256, max_rows=2)
+        a = request(shared + list(range(10)), 80)
+        expected = tokens(engine(), a.prompt, 80)
+        on.submit(a)
+        got: list[int] = []
+        for i in range(24):
+            prompt = [chooser.randrange(VOCAB) for _ in range(80)]
+            if i % 4 == 0:
+                prompt = shared[:50] + prompt[:30]
+            other = request(prompt, 6)
+            on.submit(other)
+            theirs: list[int] = []
+            for _ in range(4):
+                for event in on.step():
+                    into = got if event.request is a else theirs
+                    into += getattr(event, "tokens", [])
+                on.store.check()
+            if cancel and i == 3:
+                on.cancel(a.id)
+        while not on.idle():
+            for event in on.step():
+                if event.request is a:
+                    got += getattr(event, "tokens", [])
+        assert got == expected if not cancel else got == expected[: len(got)]
+        books = on.store.books()
+        assert books.pinned == 0
+        on.store.clear()
+        assert on.store.books().free == 256
+
+
+def test_case_27_guesses_end_where_the_context_ends() -> None:
+    model = tiny_model(max_position_embeddings=64)
+    chooser = random.Random(27)
+    for kind in ("near",):
+        on = engine(kind, model=model, depth=8, width=2, nodes=24)
+        plain = engine(model=model)
+        for length in range(50, 64):
+            prompt = [chooser.randrange(VOCAB) for _ in range(length)]
+            for limit in (1, 2, 14, 1000):
+                (done,) = run(on, request(prompt, limit))
+                assert done.tokens == tokens(plain, prompt, limit)
+                assert done.reason == "length"
+                assert len(done.tokens) == min(limit, 64 - length)
+        batch = [
+            request([chooser.randrange(VOCAB) for _ in range(length)], 1000)
+            for length in range(50, 57)
+        ]
+        short = request([1, 2, 3], 20)
+        done = run(on, *batch, short)
+        assert [len(one.tokens) + len(one.request.prompt) for one in done[:-1]] == [64] * 7
+        assert done[-1].tokens == tokens(plain, [1, 2, 3], 20)
+        assert sum(step.drafted for step in done[-1].steps) > 0
+        for length in (64, 65):
+            with pytest.raises(RequestError, match=rf"{length} tokens.*64") as caught:
+                on.submit(request([1] * length, 4))
+            assert caught.value.code == "context_length_exceeded"
+
+
+def test_case_28_cancelled_rows_are_gone_by_the_next_step() -> None:
+    chooser = random.Random(28)
+    on = engine("near", lookup=True, depth=3, width=2, max_rows=4, kv_tokens=2000, step_tokens=64)
+    asked = [
+        request([chooser.randrange(VOCAB) for _ in range(chooser.randint(5, 400))], 400,
+                ignore_eos=True, n=chooser.choice((1, 1, 2)))
+        for _ in range(40)
+    ]  # fmt: skip
+    for one in asked:
+        on.submit(one)
+    ends: Counter[str] = Counter()
+    order = list(asked)
+    chooser.shuffle(order)
+    for one in order:
+        for _ in range(chooser.randint(0, 2)):
+            on.step()
+        on.cancel(one.id)
+        for event in on.step():
+            if hasattr(event, "reason"):
+                assert event.reason == "cancelled"
+                ends[event.request.id] += 1
+        on.store.check()
+    assert on.idle()
+    stats = on.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.aborted == sum(one.n for one in asked)
+    books = on.store.books()
+    assert books.free + books.evictable == books.total
+    assert tokens(on, PROMPT, 20) == reference(40)[:20]
+
+
+def test_flat_cost_is_what_these_tests_assume() -> None:
+    assert FLAT[0][1] * 1.04 < FLAT[1][1] * 1.1
+    assert len(set(itertools.chain.from_iterable([reference()]))) > 5
