@@ -225,14 +225,16 @@ def test_eviction_from_a_big_tree_takes_few_steps(monkeypatch: pytest.MonkeyPatc
 
 def test_the_heap_does_not_grow_without_evictions() -> None:
     tree = RadixTree()
-    tree.insert([1])
+    tree.insert([1, 5000])
     for number in range(2000):
         tree.insert([1, number])  # a leaf known to the heap ...
         tree.release(tree.match([1, number]), keep=1)  # ... that leaves without an eviction
-    assert tree.size == 1
+    assert tree.size == 2
+    assert tree._buried > 0, "no leaf left behind its entry: nothing was tried"
     assert len(tree._heap) < 200
     tree.check([])
     assert tree.evict(5) == [] and tree.size == 0
+    tree.check([])
 
 
 def test_continuations_latest_first() -> None:
@@ -245,6 +247,9 @@ def test_continuations_latest_first() -> None:
     assert tree.continuations([1], limit=3) == [([2, 3, 8], 3), ([2, 6, 7], 1), ([2, 3, 4], 1)]
     tree.release(tree.match([1, 2, 6, 7]))
     assert tree.continuations([1, 2], limit=8)[0] == ([6, 7], 2)
+    lease = tree.match([1, 2, 3, 4])  # a lease counts as use before it ends
+    assert tree.continuations([1, 2], limit=8)[0][0] == [3, 4, 5]
+    tree.release(lease)
     assert tree.continuations([1, 2, 9], limit=8) == []
     assert tree.continuations([1, 2, 3, 8], limit=8) == []
     assert tree.continuations([1, 2], limit=0) == []
