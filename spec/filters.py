@@ -52,13 +52,21 @@ def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         for row, best, least in rows:
             best[:] = _best_of_row(row, least, best)
         return logits.gather(-1, ids), ids
-    # Integers that order like the floats, the reversed id below them: no two are equal. Adding
-    # zero makes -0 a +0.
-    raw = (logits + 0.0).view(torch.int32).to(torch.int64)  # [K, V]
+    ids = _ids_by_key(logits, count)
+    return logits.gather(-1, ids), ids
+
+
+def _ids_by_key(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest logits, in order, without reading anything back.
+
+    Selects among integers that order like the floats and carry the reversed id below them, so that
+    no two are equal.
+    """
+    vocab = logits.shape[-1]
+    raw = (logits + 0.0).view(torch.int32).to(torch.int64)  # [K, V]; adding zero makes -0 a +0
     key = torch.where(raw < 0, raw ^ 0x7FFF_FFFF, raw) << 32
     key += torch.arange(vocab - 1, -1, -1, device=logits.device)
-    ids = (vocab - 1) - (key.topk(count, dim=-1).values & 0xFFFF_FFFF)
-    return logits.gather(-1, ids), ids
+    return (vocab - 1) - (key.topk(count, dim=-1).values & 0xFFFF_FFFF)
 
 
 def _best_of_row(row: _F32, least: float, otherwise: _I64) -> _I64:

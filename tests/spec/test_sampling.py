@@ -250,6 +250,21 @@ def test_end_masks_yield_before_bad_words() -> None:
     assert choose(grammar, pack([(state, root(0), 0, 0)], "cpu")).tolist() == [4]
 
 
+def test_every_way_of_ranking_is_a_stable_sort() -> None:
+    logits = torch.randint(-8, 9, (40, 300), generator=torch.Generator().manual_seed(5)) / 4
+    logits[logits == 0] *= -1.0  # negative zeros, equal to the zeros below
+    logits[::2, 7] = 0.0
+    logits[::3, 100:] = NEVER
+    logits[1, 3] = math.inf
+    want = torch.sort(logits, dim=-1, descending=True, stable=True)
+    for count in (1, 5, 120, 299, 300, 400):
+        values, ids = filters.ranked(logits, count)
+        assert torch.equal(ids, want.indices[:, :count])
+        assert torch.equal(values, want.values[:, :count])
+        if count <= 300:
+            assert torch.equal(filters._ids_by_key(logits, count), ids)
+
+
 @pytest.mark.parametrize("scale", [0.02, 1.0, 6.0])
 def test_thresholds_find_what_sorting_finds(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
