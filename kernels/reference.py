@@ -141,7 +141,12 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
         k, v = kv.k.index_select(0, keys), kv.v.index_select(0, keys)
     k, v = k.to(q.dtype).transpose(0, 1), v.to(q.dtype).transpose(0, 1)  # [kv heads, L, D]
     q = q[view.queries].transpose(0, 1)  # [heads, n, D]
+    heads, n, dim = q.shape
     if softcap is None:
+        if n == 1 and q.dtype.itemsize == 2:
+            # torch's path for grouped heads is slow for one query in half precision; to a lone
+            # node the heads of a group are just as many queries.
+            q = q.reshape(k.shape[0], -1, dim)
         out = F.scaled_dot_product_attention(
             q[None],
             k[None],
@@ -151,8 +156,7 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
             scale=scale,
             enable_gqa=q.shape[0] != k.shape[0],
         )
-        return out[0].transpose(0, 1)
-    heads, n, dim = q.shape
+        return out[0].reshape(heads, n, dim).transpose(0, 1)
     wide = torch.promote_types(q.dtype, torch.float32)
     folded = q.reshape(k.shape[0], -1, dim).to(wide)  # [kv heads, group * n, D]
     scores = torch.bmm(folded, k.to(wide).transpose(1, 2)).view(heads, n, -1) * scale
