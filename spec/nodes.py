@@ -46,6 +46,19 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
+class Edits:
+    """How logits change before temperature and filters, on the work rows that need it."""
+
+    penalties: Spans | None  # values: times emitted
+    penalty: Tensor  # [Q, 3] float64 repetition, frequency, presence of the penalised rows
+    path: tuple[Tensor, Tensor, Tensor] | None  # index among the Q, token id, times emitted [E]
+    bias: Spans | None
+    unused: Spans | None
+    bad: tuple[Tensor, Tensor] | None  # work row, token id
+    end: tuple[Tensor, Tensor] | None  # work row, token id
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSampling:
     """What M logit rows need beyond a plain arg-max; everything on the device of the logits.
 
@@ -70,19 +83,7 @@ class NodeSampling:
     top_p: Tensor  # [F] float64
     min_p: Tensor  # [F] float64
     widest: int
-    penalties: Spans | None  # values: times emitted
-    penalty: Tensor  # [Q, 3] float64 repetition, frequency, presence of the penalised rows
-    path: tuple[Tensor, Tensor, Tensor] | None  # index among the Q, token id, times emitted [E]
-    bias: Spans | None
-    unused: Spans | None
-    bad: tuple[Tensor, Tensor] | None  # work row, token id
-    end: tuple[Tensor, Tensor] | None  # work row, token id
-
-    @property
-    def edits(self) -> bool:
-        """Whether some logits change before temperature and filters."""
-        parts = (self.penalties, self.bias, self.unused, self.bad, self.end)
-        return any(part is not None for part in parts)
+    edits: Edits | None
 
 
 class _Table:
@@ -96,6 +97,7 @@ class _Table:
         self.values: list[_F64] = []
         self._known: dict[int, int] = {}
         self._used = 0
+        self._at = 0
 
     def add(self, row: int, owner: int, ids: _I64, values: _F64) -> None:
         start = self._known.get(owner)
@@ -107,6 +109,20 @@ class _Table:
         self.rows.append(row)
         self.start.append(start)
         self.length.append(len(ids))
+
+    def queue(self, buffer: Buffer) -> None:
+        if self.rows:
+            self._at = buffer.ints(self.rows)
+            buffer.ints(self.start)
+            buffer.ints(self.length)
+            buffer.ints(np.concatenate(self.ids))
+            buffer.floats(np.concatenate(self.values))
+
+    def spans(self, sent: Sequence[Tensor]) -> Spans | None:
+        if not self.rows:
+            return None
+        rows, start, length, ids, values = sent[self._at : self._at + 5]
+        return Spans(rows, start, length, ids, values.view(torch.float64), sum(self.length))
 
 
 class Buffer:
@@ -132,6 +148,75 @@ class Buffer:
 
 
 _Entry = tuple[int, RowSampling, int, int, Sequence[int]]
+
+
+class _Edited:
+    """Collects `Edits` on the host, entry by entry."""
+
+    def __init__(self) -> None:
+        self._penalties, self._bias, self._unused = _Table(), _Table(), _Table()
+        self._penalty: list[float] = []
+        self._path: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._bad: tuple[list[int], list[int]] = ([], [])
+        self._end: tuple[list[int], list[int]] = ([], [])
+        self._at = 0
+
+    def add(self, i: int, entry: _Entry) -> None:
+        """Work row i is this one."""
+        _, state, _, ahead, path = entry
+        sampling, owner = state.sampling, id(state)
+        if state.emitted + ahead < state.min_tokens:
+            self._end[0].extend([i] * len(state.end_ids))
+            self._end[1].extend(state.end_ids)
+        if state.penalised:
+            for token, times in state.counts_along(path).items():
+                self._path[0].append(len(self._penalties.rows))
+                self._path[1].append(token)
+                self._path[2].append(times)
+            self._penalties.add(i, owner, *state.table())
+            self._penalty += (
+                sampling.repetition_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        if len(state.bias_ids):
+            self._bias.add(i, owner, state.bias_ids, state.bias)
+        if sampling.bad_words:
+            words = state.banned_after(path)
+            self._bad[0].extend([i] * len(words))
+            self._bad[1].extend(words)
+        if len(state.unused_ids):
+            self._unused.add(i, owner, state.unused_ids, np.zeros(len(state.unused_ids)))
+
+    @property
+    def _tables(self) -> tuple[_Table, _Table, _Table]:
+        return self._penalties, self._bias, self._unused
+
+    def queue(self, buffer: Buffer) -> None:
+        self._at = buffer.floats(self._penalty)
+        buffer.ints(self._path[0])
+        buffer.ints(self._path[1])
+        buffer.floats(self._path[2])
+        for pair in (self._bad, self._end):
+            buffer.ints(pair[0])
+            buffer.ints(pair[1])
+        for table in self._tables:
+            table.queue(buffer)
+
+    def edits(self, sent: Sequence[Tensor]) -> Edits | None:
+        """None if nothing was collected. sent: the buffer's tensors."""
+        if not (self._bad[0] or self._end[0] or any(table.rows for table in self._tables)):
+            return None
+        penalty, which, token, times, *pairs = sent[self._at : self._at + 8]
+        return Edits(
+            penalties=self._penalties.spans(sent),
+            penalty=penalty.view(torch.float64).view(-1, 3),
+            path=(which, token, times.view(torch.float64)) if self._path[0] else None,
+            bias=self._bias.spans(sent),
+            unused=self._unused.spans(sent),
+            bad=(pairs[0], pairs[1]) if self._bad[0] else None,
+            end=(pairs[2], pairs[3]) if self._end[0] else None,
+        )
 
 
 def _judged(
@@ -178,43 +263,13 @@ def pack(
     if not entries:
         return None
     keys: dict[tuple[int, int], int] = {}
-    key_of: list[int] = []
-    free_keys = 0
-    temperature: list[float] = []
-    penalties, bias, unused = _Table(), _Table(), _Table()
-    penalty: list[float] = []
-    path_edits: tuple[list[int], list[int], list[float]] = ([], [], [])
-    bad: tuple[list[int], list[int]] = ([], [])
-    end: tuple[list[int], list[int]] = ([], [])
-    for i, (_, state, position, ahead, path) in enumerate(entries):
-        sampling, owner = state.sampling, id(state)
-        if state.sampled:
-            key_of.append(keys.setdefault((state.seed, position), len(keys)))
-            if not state.filtered:
-                free_keys = len(keys)
-            temperature.append(state.temperature)
-        if state.emitted + ahead < state.min_tokens:
-            end[0].extend([i] * len(state.end_ids))
-            end[1].extend(state.end_ids)
-        if state.penalised:
-            for token, times in state.counts_along(path).items():
-                path_edits[0].append(len(penalties.rows))
-                path_edits[1].append(token)
-                path_edits[2].append(times)
-            penalties.add(i, owner, *state.table())
-            penalty += (
-                sampling.repetition_penalty,
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-            )
-        if len(state.bias_ids):
-            bias.add(i, owner, state.bias_ids, state.bias)
-        if sampling.bad_words:
-            words = state.banned_after(path)
-            bad[0].extend([i] * len(words))
-            bad[1].extend(words)
-        if len(state.unused_ids):
-            unused.add(i, owner, state.unused_ids, np.zeros(len(state.unused_ids)))
+    key_of = [keys.setdefault((e[1].seed, e[2]), len(keys)) for e in free]
+    free_keys = len(keys)
+    key_of += [keys.setdefault((e[1].seed, e[2]), len(keys)) for e in filtered]
+    shared = len(keys) < len(key_of)
+    edited = _Edited()
+    for i, entry in enumerate(entries):
+        edited.add(i, entry)
     work = [entry[0] for entry in entries]
     identity = len(work) == count and all(row == i for i, row in enumerate(work))
     limits = [entry[1].sampling for entry in filtered]
@@ -222,66 +277,28 @@ def pack(
     top_k = [s.top_k if s.top_k < entries[0][1].vocab else 0 for s in limits]
 
     buffer = Buffer()
-    at = {
-        "work": buffer.ints(() if identity else work),
-        "temperature": buffer.floats(temperature),
-        "key_seed": buffer.ints([seed for seed, _ in keys]),
-        "key_position": buffer.ints([position for _, position in keys]),
-        "key_of": buffer.ints(() if len(keys) == len(key_of) else key_of),
-        "top_k": buffer.ints(top_k),
-        "top_p": buffer.floats([s.top_p for s in limits]),
-        "min_p": buffer.floats([s.min_p for s in limits]),
-        "penalty": buffer.floats(penalty),
-    }
-    pairs = {
-        name: [buffer.ints(part) for part in pair] for name, pair in (("bad", bad), ("end", end))
-    }
-    edits = [buffer.ints(path_edits[0]), buffer.ints(path_edits[1]), buffer.floats(path_edits[2])]
-    spans = {
-        name: [
-            buffer.ints(table.rows),
-            buffer.ints(table.start),
-            buffer.ints(table.length),
-            buffer.ints(np.concatenate(table.ids)),
-            buffer.floats(np.concatenate(table.values)),
-        ]
-        for name, table in (("penalties", penalties), ("bias", bias), ("unused", unused))
-        if table.rows
-    }
+    buffer.ints(() if identity else work)
+    buffer.floats([entry[1].temperature for entry in free + filtered])
+    buffer.ints([seed for seed, _ in keys])
+    buffer.ints([position for _, position in keys])
+    buffer.ints(key_of if shared else ())
+    buffer.ints(top_k)
+    buffer.floats([s.top_p for s in limits])
+    buffer.floats([s.min_p for s in limits])
+    edited.queue(buffer)
     sent = buffer.send(torch.device(device))
-
-    def real(index: int) -> Tensor:
-        return sent[index].view(torch.float64)
-
-    def span(name: str, table: _Table) -> Spans | None:
-        if name not in spans:
-            return None
-        rows, start, length, ids, values = spans[name]
-        total = sum(table.length)
-        return Spans(sent[rows], sent[start], sent[length], sent[ids], real(values), total)
-
-    def pair(name: str) -> tuple[Tensor, Tensor] | None:
-        row, token = pairs[name]
-        return (sent[row], sent[token]) if len(sent[row]) else None
-
     return NodeSampling(
         greedy=len(greedy),
         free=len(free),
         free_keys=free_keys,
-        work=None if identity else sent[at["work"]],
-        temperature=real(at["temperature"]),
-        key_seed=sent[at["key_seed"]],
-        key_position=sent[at["key_position"]],
-        key_of=None if len(keys) == len(key_of) else sent[at["key_of"]],
-        top_k=sent[at["top_k"]],
-        top_p=real(at["top_p"]),
-        min_p=real(at["min_p"]),
+        work=None if identity else sent[0],
+        temperature=sent[1].view(torch.float64),
+        key_seed=sent[2],
+        key_position=sent[3],
+        key_of=sent[4] if shared else None,
+        top_k=sent[5],
+        top_p=sent[6].view(torch.float64),
+        min_p=sent[7].view(torch.float64),
         widest=max(top_k, default=0) if all(top_k) else 0,
-        penalties=span("penalties", penalties),
-        penalty=real(at["penalty"]).view(-1, 3),
-        path=(sent[edits[0]], sent[edits[1]], real(edits[2])) if path_edits[0] else None,
-        bias=span("bias", bias),
-        unused=span("unused", unused),
-        bad=pair("bad"),
-        end=pair("end"),
+        edits=edited.edits(sent),
     )

@@ -208,23 +208,24 @@ def _edited(logits: Tensor, nodes: NodeSampling) -> Tensor:
     masks applied; the input itself if there is nothing to do."""
     x = logits if nodes.work is None else logits.index_select(0, nodes.work)
     x = x.to(torch.float32)
-    if not nodes.edits:
+    edits = nodes.edits
+    if edits is None:
         return x
     if nodes.work is None:
         x = x.clone(memory_format=torch.contiguous_format)
     vocab, flat = x.shape[1], x.view(-1)
-    if nodes.penalties is not None:
-        _penalise(flat, vocab, nodes.penalties, nodes.penalty, nodes.path)
-    if nodes.bias is not None:
-        which, at = nodes.bias.expand()
-        cells = nodes.bias.rows[which] * vocab + nodes.bias.ids[at]
-        added = flat.index_select(0, cells) + nodes.bias.values[at].to(torch.float32)
+    if edits.penalties is not None:
+        _penalise(flat, vocab, edits.penalties, edits.penalty, edits.path)
+    if edits.bias is not None:
+        which, at = edits.bias.expand()
+        cells = edits.bias.rows[which] * vocab + edits.bias.ids[at]
+        added = flat.index_select(0, cells) + edits.bias.values[at].to(torch.float32)
         flat.index_copy_(0, cells, added)
-    if nodes.unused is not None:
-        which, at = nodes.unused.expand()
-        flat.index_fill_(0, nodes.unused.rows[which] * vocab + nodes.unused.ids[at], NEVER)
+    if edits.unused is not None:
+        which, at = edits.unused.expand()
+        flat.index_fill_(0, edits.unused.rows[which] * vocab + edits.unused.ids[at], NEVER)
     masks = []
-    for pair in (nodes.bad, nodes.end):
+    for pair in (edits.bad, edits.end):
         if pair is not None:
             cells = pair[0] * vocab + pair[1]
             masks.append((pair[0], cells, flat.index_select(0, cells)))
