@@ -1,0 +1,276 @@
+"""Settings an operator can choose, and where each value comes from.
+
+One table names every setting; flags, variables, the configuration file and the help are made from
+it. A flag wins over a SPEC_SERVE_* variable, that over the file, that over the default. Reads no
+environment itself (it is handed one), imports no torch, and knows what values mean only as far as
+types, choices and bounds go.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from spec_serve.api.server_settings import ServeSettings
+
+Kind = Literal["text", "whole", "number", "switch", "port", "list"]
+Value = str | int | float | bool | tuple[str, ...] | None
+
+PREFIX = "SPEC_SERVE_"
+
+
+class SettingError(ValueError):
+    """A value that can't be used; the message names the setting and where it was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. key: as in the flag and the file; low and high: bounds, both allowed.
+
+    kind "port" also takes "off" (None) where `off` is set; "list" is given as repeated flags, as
+    an array in the file, or joined by commas in the variable.
+    """
+
+    key: str
+    group: str
+    kind: Kind
+    default: Value
+    help: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    off: bool = False
+
+    @property
+    def flag(self) -> str:
+        """--max-rows"""
+        return f"--{self.key}"
+
+    @property
+    def variable(self) -> str:
+        """SPEC_SERVE_MAX_ROWS"""
+        return PREFIX + self.key.upper().replace("-", "_")
+
+    @property
+    def field(self) -> str:
+        """max_rows, the name in a dataclass."""
+        return self.key.replace("-", "_")
+
+
+MODEL, MEMORY, SPECULATION = "model", "memory and batching", "speculation"
+SERVER, OUTPUT = "server", "output"
+ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION)
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("target", MODEL, "text", "", "model to serve: path, short name or hub id", "MODEL"),
+    Setting(
+        "draft", MODEL, "text", "lookup",
+        "what guesses: none, lookup, a small model, or lookup+MODEL", "DRAFT",
+    ),
+    Setting("device", MODEL, "text", "auto", "auto, cpu, cuda, cuda:N", "DEVICE"),
+    Setting(
+        "dtype", MODEL, "text", "auto", "type of weights and K/V",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Setting("attention", MODEL, "text", "auto", "attention kernels: auto or a name", "NAME"),
+    Setting(
+        "kv-fraction", MEMORY, "number", 0.3,
+        "share of the memory free after loading that K/V may take", "F", low=0.001, high=0.95,
+    ),
+    Setting(
+        "kv-tokens", MEMORY, "whole", 0, "tokens the K/V store holds; 0 = by kv-fraction", "N",
+        low=0,
+    ),
+    Setting("max-rows", MEMORY, "whole", 32, "requests running at once", "N", low=1),
+    Setting(
+        "max-context", MEMORY, "whole", 0, "tokens a request may have; 0 = the model's own", "N",
+        low=0,
+    ),
+    Setting(
+        "step-tokens", MEMORY, "whole", 512, "tokens of all rows in one step", "N", low=16
+    ),
+    Setting(
+        "speculation", SPECULATION, "text", "auto",
+        "auto: what pays off; off: none; max: as much as allowed", choices=("auto", "off", "max"),
+    ),
+    Setting(
+        "max-nodes", SPECULATION, "whole", 32, "guesses per request and step at most", "N", low=0
+    ),
+    Setting("host", SERVER, "text", "127.0.0.1", "address to listen on", "ADDRESS"),
+    Setting("port", SERVER, "port", 8000, "HTTP and WebSocket port; 0 = a free one", "N"),
+    Setting(
+        "grpc-port", SERVER, "port", 50051, "gRPC port; 0 = a free one, off = none", "N", off=True
+    ),
+    Setting("model-name", SERVER, "text", "", "name clients see; default: target", "NAME"),
+    Setting(
+        "allow-origins", SERVER, "list", (),
+        "web page that may connect besides the server's own; repeat for more; * = any", "ORIGIN",
+    ),
+    Setting(
+        "drain-s", SERVER, "number", 30.0,
+        "seconds running requests get to finish after SIGTERM", "S", low=0, high=86400,
+    ),
+    Setting(
+        "log-format", OUTPUT, "text", "text", "form of the log lines", choices=("text", "json")
+    ),
+    Setting("quiet", OUTPUT, "switch", False, "no progress, warnings only"),
+)  # fmt: skip
+BY_KEY = {setting.key: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A value and its origin: "flag --port", "variable SPEC_SERVE_PORT", "file x.toml" or
+    "default"."""
+
+    value: Value
+    origin: str
+
+
+class Settings:
+    """Every setting with its value; made by `settle`. notes: what a user should be told."""
+
+    def __init__(self, chosen: Mapping[str, Chosen], notes: Sequence[str] = ()) -> None:
+        self._chosen = dict(chosen)
+        self.notes = tuple(notes)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._chosen[key].value
+
+    def origin(self, key: str) -> str:
+        """Where the value of `key` comes from."""
+        return self._chosen[key].origin
+
+    def __iter__(self) -> Iterator[tuple[Setting, Chosen]]:
+        return ((setting, self._chosen[setting.key]) for setting in SETTINGS)
+
+    def engine_fields(self) -> dict[str, Any]:
+        """Keyword arguments of spec/assemble.py's EngineOptions. SettingError without a target."""
+        if not self["target"]:
+            raise SettingError("target: say which model to use, for example --target MODEL")
+        return {s.field: chosen.value for s, chosen in self if s.group in ENGINE_GROUPS}
+
+    def serve_settings(self) -> ServeSettings:
+        """What the server needs; clients see the target's name unless model-name is given."""
+        return ServeSettings(
+            host=self["host"],
+            port=self["port"],
+            grpc_port=self["grpc-port"],
+            model_name=self["model-name"] or self["target"],
+            allow_origins=self["allow-origins"],
+            drain_s=float(self["drain-s"]),
+        )
+
+
+def settle(
+    flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None
+) -> Settings:
+    """Decide every setting. flags: by key, only those given, as text (a list for "list").
+
+    Raises SettingError for a bad value, an unreadable file or a key the file should not have.
+    """
+    held = read_file(file) if file is not None else {}
+    chosen: dict[str, Chosen] = {}
+    notes: list[str] = []
+    for setting in SETTINGS:
+        variable = environ.get(setting.variable)
+        if variable is not None and setting.kind == "port" and variable.startswith("tcp://"):
+            # Kubernetes describes a service named spec-serve to its pods by this very variable.
+            notes.append(f"{setting.variable}={variable} describes a service and is ignored")
+            variable = None
+        raw: object
+        if setting.key in flags:
+            raw, origin = flags[setting.key], f"flag {setting.flag}"
+        elif variable is not None:
+            raw, origin = variable, f"variable {setting.variable}"
+        elif setting.key in held:
+            raw, origin = held[setting.key], f"file {file}"
+        else:
+            chosen[setting.key] = Chosen(setting.default, "default")
+            continue
+        chosen[setting.key] = Chosen(parse(setting, raw, origin), origin)
+    return Settings(chosen, notes)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file, all of them known. SettingError names what is wrong."""
+    try:
+        held = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(f"config: {path}: {error.strerror or error}") from error
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise SettingError(f"config: {path} is not TOML: {error}") from error
+    for key in held:
+        if key not in BY_KEY:
+            near = difflib.get_close_matches(key.replace("_", "-"), BY_KEY, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise SettingError(f"config: {path}: unknown key {key!r}{hint}")
+    return held
+
+
+def parse(setting: Setting, raw: object, origin: str) -> Value:
+    """`raw`, text or a TOML value, as the setting's kind. SettingError names key and origin."""
+
+    def wrong(wanted: str) -> SettingError:
+        return SettingError(f"{setting.key}: must be {wanted}, got {raw!r} ({origin})")
+
+    match setting.kind:
+        case "text":
+            if not isinstance(raw, str):
+                raise wrong("text")
+            if setting.choices and raw not in setting.choices:
+                raise wrong("one of " + ", ".join(setting.choices))
+            return raw
+        case "switch":
+            words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+            value = words.get(raw.lower()) if isinstance(raw, str) else raw
+            if not isinstance(value, bool):
+                raise wrong("true or false")
+            return value
+        case "list":
+            parts = raw.split(",") if isinstance(raw, str) else raw
+            if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+                raise wrong("a list of texts")
+            return tuple(part.strip() for part in parts if part.strip())
+        case "port":
+            if setting.off and raw == "off":
+                return None
+            wanted = "a port from 0 to 65535" + (" or off" if setting.off else "")
+            port = _whole(raw)
+            if port is None or not 0 <= port <= 65535:
+                raise wrong(wanted)
+            return port
+        case "whole" | "number":
+            number = _whole(raw) if setting.kind == "whole" else _number(raw)
+            what = "a whole number" if setting.kind == "whole" else "a number"
+            bounds = ""
+            if setting.low > -math.inf:
+                bounds = f" of at least {setting.low:g}"
+            if setting.high < math.inf:
+                bounds = f" from {setting.low:g} to {setting.high:g}"
+            if number is None or not setting.low <= number <= setting.high:
+                raise wrong(what + bounds)
+            return number
+
+
+def _whole(raw: object) -> int | None:
+    if isinstance(raw, str):
+        digits = raw.strip().removeprefix("-")
+        return int(raw) if digits.isascii() and digits.isdigit() and len(digits) < 20 else None
+    return raw if isinstance(raw, int) and not isinstance(raw, bool) else None
+
+
+def _number(raw: object) -> float | None:
+    if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
+        return None
+    try:
+        value = float(raw)
+    except (ValueError, OverflowError):
+        return None
+    return value if math.isfinite(value) else None
