@@ -148,18 +148,13 @@ class Attention:
         """x: [N, in] -> [N, H]; writes K and V of the N nodes to `kv`."""
         heads, kv_heads = self.heads, self.kv_heads
         y = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
-        qk, v = y[:, : heads + kv_heads], y[:, heads + kv_heads :]
+        qk, v = y.split_with_sizes([heads + kv_heads, kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
-        qk = rotate(qk, rotation)
+            q, k = qk.split_with_sizes([heads, kv_heads], 1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        q, k = rotate(qk, rotation).split_with_sizes([heads, kv_heads], 1)
         mixed = plan.attend(
-            qk[:, :heads],
-            qk[:, heads:],
-            v,
-            kv,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
+            q, k, v, kv, scale=self.scale, window=self.window, softcap=self.softcap
         )  # [N, heads, D]
         return self.out(mixed.reshape(-1, heads * self.head_dim))
 

@@ -293,14 +293,16 @@ def load_model(
     reader.check(expected())
     reader.report_to(progress)
     with torch.inference_mode():
-        blocks = [_read_block(config, reader, i) for i in range(config.layers)]
-        norm = RMSNorm(
-            reader.tensor(reader.prefix + "norm.weight"), config.eps, config.zero_centred
-        )
+        # The largest tensor first: what making the head takes in passing is free again by the time
+        # the blocks come.
         embedding = reader.tensor(reader.prefix + "embed_tokens.weight")
         head = Linear(embedding if head_name is None else reader.tensor(head_name))
         if head_name is None and dtype == torch.float32:
             embedding = _narrowed(embedding)
+        norm = RMSNorm(
+            reader.tensor(reader.prefix + "norm.weight"), config.eps, config.zero_centred
+        )
+        blocks = [_read_block(config, reader, i) for i in range(config.layers)]
         return Transformer(config, embedding, blocks, norm, head, dtype)
 
 
@@ -311,4 +313,8 @@ def _narrowed(embedding: Tensor) -> Tensor:
     half of that copy is then zeros.
     """
     half = embedding.to(torch.bfloat16)
-    return half if torch.equal(half.to(embedding.dtype), embedding) else embedding
+    same = all(
+        torch.equal(few.to(embedding.dtype), wanted)
+        for few, wanted in zip(half.chunk(16), embedding.chunk(16), strict=True)
+    )
+    return half if same else embedding
