@@ -95,6 +95,17 @@ class Builder:
             row.sources = self._sources(row)
         return kv
 
+    def share(self, row: Row) -> None:
+        """Let others match the row's prompt while it goes on."""
+        assert row.kv is not None
+        self.store.share(row.kv)
+        row.shared = True
+        if self._drafter is not None and row.drafted:
+            # Where the tree held the tokens already, its slots won, drafted or not.
+            usable = self.store.drafted_prefix(row.kv)
+            if usable < len(row.kv.tokens):
+                row.drafted = min(row.drafted, usable)
+
     def release(self, row: Row) -> None:
         """Preempt: what the row computed stays in the tree, the row starts over from there."""
         assert row.kv is not None

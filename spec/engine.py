@@ -138,8 +138,9 @@ class Engine:
             elif not self.scheduler.running and self.scheduler.waiting:
                 with self._wake:  # waiting for a leader or for room: nothing can change by itself
                     self._wake.wait(0.005)
-        for request_id in list(self._live):
-            self._cancels.add(request_id)
+        self._intake()
+        with self._wake:
+            self._cancels |= set(self._live)
         self._intake()
         publish(self._take())
 
@@ -306,9 +307,8 @@ class Engine:
                 if row.sources:
                     for source in row.sources:
                         source.extend(new)
-                if not row.shared and row.kv is not None:
-                    self.store.share(row.kv)
-                    row.shared = True
+                if not row.shared:
+                    self.builder.share(row)
 
     def _prompt_scores(self, row: Row, scored: Scored | None, last: bool) -> None:
         row.prompt_scored += _logprobs(scored or [], None)
