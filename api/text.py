@@ -1,0 +1,166 @@
+"""From tokens to text, one choice at a time: bytes to characters, stop strings, what may be shown.
+
+The same class serves both sides, so that they can't disagree: in the engine's thread it finds the
+token that completes a stop string, in a transport it yields the text that is safe to show. Tokens
+of a stop string count as completion tokens and appear among the token ids; the text ends before
+them. Knows nothing of requests, sockets or chat templates.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenTable(Protocol):
+    """The part of a tokenizer needed here."""
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+    def is_special(self, token_id: int, /) -> bool: ...
+
+
+class StopStrings:
+    """Stop strings compiled once per request: an automaton over characters (Aho, Corasick 1975).
+
+    State 0 is the root. `depth[s]`: length of the longest end of the text that begins a stop
+    string. `ends[s]`: the longest stop string that ends in s, or "". Following a character costs
+    the same for one stop string and for a thousand. Raises ValueError for an empty one.
+    """
+
+    __slots__ = ("_fail", "_next", "depth", "ends", "initials")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fail = [0]
+        self.depth = [0]
+        self.ends = [""]
+        for stop in stops:
+            if not stop:
+                raise ValueError("a stop string must not be empty")
+            state = 0
+            for char in stop:
+                child = self._next[state].get(char)
+                if child is None:
+                    child = self._next[state][char] = len(self._next)
+                    self._next.append({})
+                    self._fail.append(0)
+                    self.depth.append(self.depth[state] + 1)
+                    self.ends.append("")
+                state = child
+            self.ends[state] = stop
+        self.initials = frozenset(self._next[0])
+        waiting = deque(self._next[0].values())
+        while waiting:  # breadth first: shorter states have their failure links already
+            state = waiting.popleft()
+            for char, child in self._next[state].items():
+                self._fail[child] = self.step(self._fail[state], char)
+                if not self.ends[child]:
+                    self.ends[child] = self.ends[self._fail[child]]
+                waiting.append(child)
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        following = self._next
+        while (found := following[state].get(char)) is None:
+            if not state:
+                return 0
+            state = self._fail[state]
+        return found
+
+
+class TextStream:
+    """Text of one choice, as its tokens come.
+
+    stops: stop strings, or compiled ones to share between choices. skip_special: control tokens
+    give no text. include_stop: the stop string itself is part of the text. min_tokens: a stop
+    completed by an earlier token doesn't count. A character whose bytes are spread over tokens
+    appears with its last one; what is cut off at the end becomes U+FFFD in `finish`, streamed or
+    not. `stopped` is the stop string that ended the text; nothing comes after it.
+    """
+
+    __slots__ = (
+        "_decode", "_held", "_include_stop", "_min_tokens", "_skip_special", "_state",
+        "_tokenizer", "count", "stopped", "stops",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tokenizer: TokenTable,
+        stops: StopStrings | Sequence[str] = (),
+        skip_special: bool = True,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        if isinstance(stops, StopStrings):
+            self.stops: StopStrings | None = stops
+        else:
+            self.stops = StopStrings(stops) if stops else None
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._decode = _UTF8(errors="replace").decode
+        self._state = 0
+        self._held = ""
+        self.count = 0
+        self.stopped: str | None = None
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Append tokens; the text that can be shown now: none of it can begin a stop string."""
+        if self.stopped is not None:
+            return ""
+        parts: list[str] = []
+        for token in tokens:
+            self.count += 1
+            if text := self._text(token):
+                parts.append(self._follow(text, self.count >= self._min_tokens))
+                if self.stopped is not None:
+                    break
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """The rest: text held back, and U+FFFD for a character cut in the middle."""
+        if self.stopped is not None:
+            return ""
+        rest = self._held + self._decode(b"", True)
+        self._held, self._state = "", 0
+        return rest
+
+    def feed(self, tokens: Sequence[int], active_from: int) -> tuple[int, str] | None:
+        """The Watch protocol of spec/request.py: where the first stop string is complete."""
+        for i, token in enumerate(tokens):
+            self.count += 1
+            if text := self._text(token):
+                self._follow(text, i >= active_from)
+                if self.stopped is not None:
+                    return i + 1, self.stopped
+        return None
+
+    def _text(self, token: int) -> str:
+        if self._skip_special and self._tokenizer.is_special(token):
+            return ""
+        return self._decode(self._tokenizer.token_bytes(token))
+
+    def _follow(self, text: str, counts: bool) -> str:
+        """Run the automaton over new text; returns what is safe. Sets `stopped` at a stop."""
+        stops = self.stops
+        if stops is None or (not self._state and stops.initials.isdisjoint(text)):
+            return text
+        step, ends, state = stops.step, stops.ends, self._state
+        for i, char in enumerate(text):
+            state = step(state, char)
+            if counts and (stop := ends[state]):
+                self.stopped = stop
+                shown = self._held + text[: i + 1]
+                self._held = ""
+                return shown if self._include_stop else shown[: len(shown) - len(stop)]
+        self._state = state
+        whole = self._held + text
+        keep = len(whole) - stops.depth[state]
+        self._held = whole[keep:]
+        return whole[:keep]
