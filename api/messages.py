@@ -1,0 +1,353 @@
+"""What is said over the wire: WebSocket messages as msgspec structs, in JSON and MessagePack.
+
+`Generate` is also the common form of a request: gRPC and the command line make one too, so that
+every bound below holds everywhere. Knows no tokens, no engine, no sockets; imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+JSON = "specserve.v1.json"
+MSGPACK = "specserve.v1.msgpack"
+SUBPROTOCOLS = (MSGPACK, JSON)
+
+MAX_STOPS, MAX_STOP_CHARS, MAX_BAD_WORDS, MAX_IDS = 16, 256, 64, 1024
+_INT64 = 2**63 - 1
+
+Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Reason = Literal["stop", "length", "cancelled"]
+Code = Literal[
+    "invalid_request", "context_length_exceeded", "model_not_found", "overloaded", "draining",
+    "timeout", "duplicate_id", "engine_error",
+]  # fmt: skip
+
+
+class Part(Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """A part of a message; unknown fields are refused, not ignored."""
+
+
+class Message(Part, tag_field="type"):
+    """A whole message; `type` says which."""
+
+
+class Sampling(Part):
+    """Every field optional: absent = the model's generation_config, then greedy."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=_INT64)] | None = None
+    n: Annotated[int, Meta(ge=1, le=8)] = 1
+    # Keys are token ids; JSON knows only strings as keys.
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
+
+
+class Speculation(Part):
+    """The request's say in speculation: see docs; `prediction` is the text the client expects."""
+
+    mode: Literal["auto", "off", "max"] = "auto"
+    max_nodes: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    sources: Annotated[list[str], Meta(max_length=16)] | None = None
+    prediction: Annotated[str, Meta(max_length=1_000_000)] | None = None
+
+
+class ChatMessage(Part):
+    """One turn. Content parts may only be text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class Generate(Message, tag="generate"):
+    """Start a generation; exactly one of prompt, token_ids, messages. gen: the client's own id."""
+
+    gen: Id
+    model: str = ""
+    prompt: str | None = None
+    token_ids: list[Token] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: Annotated[int, Meta(ge=1, le=_INT64)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT64)] = 0
+    stop: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[Token], Meta(max_length=MAX_IDS)] = []
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] = []
+    ignore_eos: bool = False
+    include_stop: bool = False
+    speculation: Speculation = field(default_factory=Speculation)
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    skip_special_tokens: bool = True
+    ids: bool = False
+    steps: Literal["none", "summary", "steps", "tokens"] = "steps"
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+
+
+class Cancel(Message, tag="cancel"):
+    """End a generation of this socket; its `finished` still comes."""
+
+    gen: Id
+
+
+class Ping(Message, tag="ping"):
+    """Answered by a Pong with the same t."""
+
+    t: float = 0.0
+
+
+Client = Generate | Cancel | Ping
+
+
+class Hello(Message, tag="hello"):
+    """The first message of a server."""
+
+    session: str
+    version: str
+    max_generations: int
+    models: list[str]
+
+
+class Started(Message, tag="started"):
+    """The generation was admitted. seq counts the messages of a generation from 0, gapless."""
+
+    gen: str
+    seq: int
+    id: str
+    model: str
+    prompt_tokens: int
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+
+
+class Step(Struct, array_like=True):
+    """A verify step. sources: per name (drafted, accepted). Times in microseconds.
+
+    drafted_ids, drafted_parents, drafted_text: the tree of guesses, only with steps "tokens"; a
+    parent is the place of another guess, or -1.
+    """
+
+    step: int
+    drafted: int
+    accepted: int
+    sources: dict[str, tuple[int, int]]
+    draft_us: int = 0
+    verify_us: int = 0
+    host_us: int = 0
+    drafted_ids: list[int] = []
+    drafted_parents: list[int] = []
+    drafted_text: list[str] = []
+
+
+class Logprob(Struct, array_like=True):
+    """A token's log-probability under the raw logits, and the likeliest ones, best first.
+
+    Finite always: what is impossible has -9999.
+    """
+
+    id: int
+    logprob: float
+    token: str
+    top: list[tuple[int, float, str]] = []
+
+
+class Delta(Message, tag="delta"):
+    """What one verify step added to one choice; several steps if the reader was slow."""
+
+    gen: str
+    seq: int
+    index: int = 0
+    text: str = ""
+    ids: list[int] = []
+    logprobs: list[Logprob] = []
+    steps: list[Step] = []
+
+
+class PromptLogprobs(Message, tag="prompt_logprobs"):
+    """Log-probabilities of the prompt's tokens from the second on."""
+
+    gen: str
+    seq: int
+    logprobs: list[Logprob]
+
+
+class Usage(Part):
+    """Tokens of one choice; completion_tokens = tokens delivered, those of a stop included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Summary(Part):
+    """Speculation over all steps of a choice. histogram[j]: steps that accepted exactly j."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    mean_accepted_length: float
+    acceptance_rate: float
+    histogram: list[int]
+
+
+class Timings(Part):
+    """Milliseconds; ttft from arrival, decode from first to last token."""
+
+    queue_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    decode_ms: float
+
+
+class Finished(Message, kw_only=True, tag="finished"):
+    """The end of one choice; last = of the generation. matched: the token or string that ended."""
+
+    gen: str
+    seq: int
+    index: int = 0
+    reason: Reason
+    matched: int | str | None = None
+    usage: Usage
+    timings: Timings
+    speculation: Summary | None = None
+    last: bool = True
+
+
+class Error(Message, tag="error"):
+    """With gen: that generation is over. Without: the message could not be understood."""
+
+    code: Code
+    message: str
+    gen: str | None = None
+    seq: int | None = None
+    param: str | None = None
+    retryable: bool = False
+    retry_after_ms: int = 0
+
+
+class Draining(Message, tag="draining"):
+    """The server is going away; what runs has this many seconds."""
+
+    deadline_s: float
+
+
+class Pong(Message, tag="pong"):
+    """The answer to a Ping; server_t: seconds since the epoch."""
+
+    t: float
+    server_t: float
+
+
+Server = Hello | Started | Delta | PromptLogprobs | Finished | Error | Draining | Pong
+
+
+class BadMessage(ValueError):
+    """A message that breaks the schema; `field` is its path, "" where there is none."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Codec:
+    """One of the two encodings, for both sides. `text`: whether frames are text frames."""
+
+    def __init__(self, name: str) -> None:
+        if name not in SUBPROTOCOLS:
+            raise ValueError(f"codec: must be one of {', '.join(SUBPROTOCOLS)}, not {name!r}")
+        self.name = name
+        self.text = name == JSON
+        self.encode: Callable[[Any], bytes]
+        if self.text:
+            self.encode = msgspec.json.Encoder().encode
+            self._client: Any = msgspec.json.Decoder(Client)
+            self._server: Any = msgspec.json.Decoder(Server)
+        else:
+            self.encode = msgspec.msgpack.Encoder().encode
+            self._client = msgspec.msgpack.Decoder(Client)
+            self._server = msgspec.msgpack.Decoder(Server)
+
+    def client_message(self, frame: bytes | str) -> Client:
+        """What a client said. Raises BadMessage."""
+        with_path: Client = _decoded(self._client, frame)
+        return with_path
+
+    def server_message(self, frame: bytes | str) -> Server:
+        """What a server said. Raises BadMessage."""
+        message: Server = _decoded(self._server, frame)
+        return message
+
+
+def _decoded(decoder: Any, frame: bytes | str) -> Any:
+    try:
+        return finite(decoder.decode(frame))
+    except RecursionError:
+        raise BadMessage("", "the message is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        raise bad_message(error) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadMessage("", f"the message can't be decoded: {error}") from None
+
+
+def generate(values: dict[str, Any]) -> Generate:
+    """A `Generate` from plain values, checked like one from the wire. Raises BadMessage."""
+    try:
+        made = msgspec.convert(values, Generate)
+    except RecursionError:
+        raise BadMessage("", "the request is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        raise bad_message(error) from None
+    finite(made)
+    return made
+
+
+def bad_message(error: msgspec.ValidationError) -> BadMessage:
+    """The field stands in msgspec's message: "Expected `int` <= 8 - at `$.sampling.n`"."""
+    said, at, path = str(error).partition(" - at `")
+    name = path.rstrip("`").replace("key` in `", "").removeprefix("$").removeprefix(".")
+    if not at and "field `" in said:  # missing and unknown fields at the top
+        name = said.partition("field `")[2].partition("`")[0]
+    elif "field `" in said:
+        inner = said.partition("field `")[2].partition("`")[0]
+        name = f"{name}.{inner}" if name else inner
+    return BadMessage(name.replace("[...]", ""), f"{name}: {said}" if name else said)
+
+
+def finite(message: Any) -> Any:
+    """NaN passes every bound (it compares false): refuse it by name, in MessagePack too."""
+    if isinstance(message, Ping) and not math.isfinite(message.t):
+        raise BadMessage("t", "t: must be finite")
+    if isinstance(message, Generate):
+        parts: tuple[tuple[str, Struct], ...] = (("", message), ("sampling.", message.sampling))
+        for prefix, part in parts:
+            for name in part.__struct_fields__:
+                value = getattr(part, name)
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise BadMessage(prefix + name, f"{prefix}{name}: must be finite")
+        for token, bias in (message.sampling.logit_bias or {}).items():
+            if not math.isfinite(bias):
+                name = f"sampling.logit_bias[{token}]"
+                raise BadMessage(name, f"{name}: must be finite")
+    return message
