@@ -1,0 +1,264 @@
+"""From a request on the wire to one for the engine: text becomes tokens, absences get defaults.
+
+Shared by WebSocket, gRPC and the command line. What a client leaves out comes from the model's
+generation_config, else changes nothing (greedy). Text of control tokens in prompts and messages is
+ordinary text; who wants control tokens in a raw prompt sends token ids. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from spec_serve.api.messages import ChatMessage, Generate
+from spec_serve.api.text import StopStrings, TextStream, TokenTable
+from spec_serve.spec.request import Request, RequestError, Sampling, Speculation, Stopping
+
+
+class TextTokens(TokenTable, Protocol):
+    """The part of a tokenizer needed here; target/tokenizer.py has it."""
+
+    eos_ids: frozenset[int]
+    chat_template: str | None
+
+    def encode(self, text: str, *, special: bool = ..., bos: bool | None = ...) -> list[int]: ...
+
+    def token_text(self, token_id: int, /) -> str: ...
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = ...
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What requests that say nothing get."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+GREEDY = SamplingDefaults()
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """Defaults out of a generation_config.json; values that make no sense are left alone.
+
+    `do_sample: false` means greedy whatever the temperature says, as it does in transformers.
+    """
+
+    def number(name: str, low: float, high: float, otherwise: float) -> float:
+        value = generation.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return otherwise
+        return float(value) if low <= value <= high else otherwise
+
+    sampled = generation.get("do_sample")
+    temperature = number("temperature", 0.0, 2.0, 1.0 if sampled is True else 0.0)
+    return SamplingDefaults(
+        temperature=0.0 if sampled is False else temperature,
+        top_p=number("top_p", 1e-6, 1.0, 1.0),
+        top_k=int(number("top_k", 0, 1_000_000, 0)),
+        min_p=number("min_p", 0.0, 1.0, 0.0),
+        repetition_penalty=number("repetition_penalty", 1e-6, 10.0, 1.0),
+    )
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """The generation_config.json of a model directory, {} if there is none that can be read."""
+    try:
+        found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready for the engine, and what its answer needs."""
+
+    wire: Generate
+    request: Request
+    tokenizer: TextTokens
+    stops: StopStrings | None
+
+    def text_stream(self) -> TextStream:
+        """Fresh: one for each choice."""
+        return _stream(self.wire, self.tokenizer, self.stops)
+
+
+def _stream(wire: Generate, tokenizer: TokenTable, stops: StopStrings | None) -> TextStream:
+    return TextStream(
+        tokenizer,
+        stops if stops is not None else (),
+        skip_special=wire.skip_special_tokens,
+        include_stop=wire.include_stop,
+        min_tokens=wire.min_tokens,
+    )
+
+
+def to_request(
+    wire: Generate,
+    tokenizer: TextTokens,
+    *,
+    defaults: SamplingDefaults = GREEDY,
+    models: Sequence[str] = (),
+    request_id: str = "",
+    deadline: float | None = None,
+) -> Prepared:
+    """Tokenize and translate. models: names a request may ask for (empty: any).
+
+    deadline: time.monotonic() seconds; the earlier of it and the request's own counts. Raises
+    RequestError naming the field on the wire. May take long for long texts: not for a loop.
+    """
+    if wire.model and models and wire.model not in models:
+        raise RequestError("model", f"{wire.model!r} is not served here", "model_not_found")
+    prompt = _prompt(wire, tokenizer)
+    stops = StopStrings(wire.stop) if wire.stop else None
+    if wire.timeout_s is not None:
+        own = time.monotonic() + wire.timeout_s
+        deadline = own if deadline is None else min(own, deadline)
+    spec = wire.speculation
+    request = Request(
+        id=request_id or secrets.token_hex(8),
+        prompt=prompt,
+        sampling=_sampling(wire, tokenizer, defaults),
+        stopping=Stopping(
+            max_tokens=wire.max_tokens,
+            min_tokens=wire.min_tokens,
+            eos=frozenset(tokenizer.eos_ids),
+            token_ids=frozenset(wire.stop_token_ids),
+            ignore_eos=wire.ignore_eos,
+            watch=(lambda: _stream(wire, tokenizer, stops)) if stops is not None else None,
+        ),
+        speculation=Speculation(
+            mode=spec.mode,
+            max_nodes=spec.max_nodes,
+            sources=frozenset(spec.sources) if spec.sources is not None else None,
+            prediction=tuple(
+                _encode("speculation.prediction", tokenizer, spec.prediction, bos=False)
+                if spec.prediction
+                else ()
+            ),
+        ),
+        n=wire.sampling.n,
+        logprobs=wire.logprobs,
+        prompt_logprobs=wire.prompt_logprobs,
+        salt=wire.cache_salt,
+        priority=wire.priority,
+        deadline=deadline,
+    )
+    return Prepared(wire, request, tokenizer, stops)
+
+
+def _encode(name: str, tokenizer: TextTokens, text: str, bos: bool | None = None) -> list[int]:
+    try:
+        return tokenizer.encode(text, bos=bos)
+    except UnicodeEncodeError:
+        raise RequestError(name, "holds half a surrogate pair, which no encoding has") from None
+
+
+def _prompt(wire: Generate, tokenizer: TextTokens) -> list[int]:
+    given = [
+        name for name in ("prompt", "token_ids", "messages") if getattr(wire, name) is not None
+    ]
+    if len(given) != 1:
+        what = "exactly one of prompt, token_ids and messages is needed"
+        raise RequestError(given[1] if given else "prompt", f"{what}, got {len(given)}")
+    if wire.tools is not None and wire.messages is None:
+        raise RequestError("tools", "need messages")
+    if wire.prompt is not None:
+        return _encode("prompt", tokenizer, wire.prompt)
+    if wire.token_ids is not None:
+        return wire.token_ids
+    assert wire.messages is not None
+    if tokenizer.chat_template is None:
+        raise RequestError("messages", "this model has no chat template; send prompt instead")
+    messages = [_message(i, message) for i, message in enumerate(wire.messages)]
+    try:
+        return tokenizer.render_chat(messages, tools=wire.tools)
+    except UnicodeEncodeError:
+        raise RequestError("messages", "hold half a surrogate pair") from None
+    except Exception as error:
+        # Whatever a model's template stumbles over; its own words only where it raised them.
+        said = str(error) if isinstance(error, ValueError) else type(error).__name__
+        told = f"the chat template can't render these: {said[:200]}"
+        raise RequestError("messages", told) from error
+
+
+def _message(i: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates expect it; content parts are joined."""
+    content = message.content
+    if content is None and not (message.role == "assistant" and message.tool_calls):
+        raise RequestError(f"messages[{i}].content", "must not be null")
+    if isinstance(content, list):
+        texts = []
+        for j, part in enumerate(content):
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(
+                    f"messages[{i}].content[{j}]", "only parts {type: text, text: ...} are served"
+                )
+            texts.append(part["text"])
+        content = "".join(texts)
+    made: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for name in ("name", "tool_call_id", "tool_calls"):
+        if (value := getattr(message, name)) is not None:
+            made[name] = value
+    return made
+
+
+def _sampling(wire: Generate, tokenizer: TextTokens, defaults: SamplingDefaults) -> Sampling:
+    asked = wire.sampling
+    bias: dict[int, float] = {}
+    for key, value in (asked.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError("sampling.logit_bias", f"{key[:32]!r} is not a token id")
+        if int(key) in bias:
+            raise RequestError("sampling.logit_bias", f"token id {int(key)} is named twice")
+        bias[int(key)] = value
+    words: set[tuple[int, ...]] = set()
+    for word in wire.bad_words:
+        # A word has other tokens at the start of a text than after a space.
+        for text in (word, " " + word.lstrip()):
+            words.add(tuple(_encode("bad_words", tokenizer, text, bos=False)))
+    words.discard(())
+
+    def chosen(name: str) -> Any:
+        value = getattr(asked, name)
+        return getattr(defaults, name) if value is None else value
+
+    return Sampling(
+        temperature=chosen("temperature"),
+        top_k=chosen("top_k"),
+        top_p=chosen("top_p"),
+        min_p=chosen("min_p"),
+        seed=asked.seed,
+        repetition_penalty=chosen("repetition_penalty"),
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        presence_penalty=asked.presence_penalty or 0.0,
+        logit_bias=bias,
+        bad_words=tuple(sorted(words)),
+    )
+
+
+_NESTED = {
+    "temperature", "top_k", "top_p", "min_p", "seed", "n", "logit_bias", "repetition_penalty",
+    "frequency_penalty", "presence_penalty",
+}  # fmt: skip
+
+
+def wire_field(wire: Generate, field: str) -> str:
+    """The engine's name of a field as the client wrote it: temperature -> sampling.temperature."""
+    if field == "prompt":
+        return next(
+            (name for name in ("messages", "token_ids") if getattr(wire, name) is not None), field
+        )
+    return f"sampling.{field}" if field.partition("[")[0] in _NESTED else field
