@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -129,28 +130,41 @@ def build_batch(twigs: Sequence[Twig], device: torch.device | str = "cpu") -> Tr
         prefix.append(first)
         chains.append(is_chain)
     assert len(slots) == len(tokens), "one slot per node"
-    count, rows = len(tokens), len(row_ids)
-    words = max(1, -(-widest // WORD))
-    flat = np.array(
-        tokens + positions + parents + slots + row_of + given + logit_of
-        + node_ptr + row_ids + prefix + chains + logits_at,
-        dtype=np.int64,
+    lists = (
+        tokens, positions, parents, slots, row_of, given, logit_of,
+        node_ptr, row_ids, prefix, chains, logits_at,
     )  # fmt: skip
+    words = max(1, -(-widest // WORD))
+    return _pack(lists, _ancestor_words(len(tokens), words, bushy), device)
+
+
+def _ancestor_words(
+    count: int, words: int, bushy: Sequence[tuple[int, TokenTree]]
+) -> npt.NDArray[np.int64]:
+    """[count, words] ancestor bits; filled for the given trees only, each at its first node."""
     ancestors = np.zeros((count, words), dtype=np.int64)
     for start, tree in bushy:
+        sets = tree.ancestors()
         if words == 1:
-            sets = np.array(tree.ancestors(), dtype=np.uint64).view(np.int64)
-            ancestors[start : start + len(tree), 0] = sets
+            part = np.array(sets, dtype=np.uint64).view(np.int64)
+            ancestors[start : start + len(tree), 0] = part
         else:
-            for i, bits in enumerate(tree.ancestors()):
+            for i, bits in enumerate(sets):
                 ancestors[start + i] = _signed_words(bits, words)
+    return ancestors
+
+
+def _pack(
+    lists: Sequence[Sequence[int]], ancestors: npt.NDArray[np.int64], device: torch.device | str
+) -> TreeBatch:
+    """One buffer for everything, and the batch as views of it."""
+    flat = np.array([value for part in lists for value in part], dtype=np.int64)
+    count, words = ancestors.shape
     packed = torch.from_numpy(np.concatenate((flat, ancestors.reshape(-1))))
     device = torch.device(device)
     if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    parts = packed.split_with_sizes(
-        [count] * 7 + [rows + 1, rows, rows, rows, len(logits_at), count * words]
-    )
+    parts = packed.split_with_sizes([*(len(part) for part in lists), count * words])
     return TreeBatch(
         tokens=parts[0],
         positions=parts[1],

@@ -61,9 +61,15 @@ def common_vocabulary(target: Vocabulary, draft: Vocabulary) -> int:
             f"draft: its vocabulary differs from the target's at {len(wrong)} of {common} ids"
             f" (target / draft: {shown}); a stand-alone draft must share the target's tokenizer"
         )
-    while common and (common - 1) in skip:
-        common -= 1
-    return common
+    return min(common, real_vocabulary(target), real_vocabulary(draft))
+
+
+def real_vocabulary(tokenizer: Vocabulary) -> int:
+    """One more than the highest id that is a real token: what follows is padding."""
+    size, unused = tokenizer.vocab_size, tokenizer.unused_ids
+    while size and size - 1 in unused:
+        size -= 1
+    return size
 
 
 class StandaloneDrafter:

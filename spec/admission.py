@@ -30,7 +30,6 @@ class EngineInfo:
     device: str
     max_nodes: int
     sources: tuple[str, ...]
-    unused_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,6 @@ def make_rows(request: Request, info: EngineInfo, now: float, order: int) -> lis
             request.prompt,
             stopping.min_tokens,
             ends,
-            info.unused_ids,
         )
         row = Row(request, index, state, limit, now, order + index)
         row.leader = rows[0] if rows else None

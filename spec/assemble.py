@@ -65,12 +65,16 @@ def assemble(
     drafter: Drafter | None = None,
     lookup: bool = True,
     attention: AttentionBackend | None = None,
-    unused_ids: tuple[int, ...] = (),
     vocab_size: int = 0,
     cost: CostCurve | None = None,
     limits: Limits | None = None,
 ) -> Engine:
-    """An engine around a loaded target. cost: a known cost curve; None = measure it now."""
+    """An engine around a loaded target.
+
+    vocab_size: leading ids that mean something (0 = all of the head's rows); the rows behind them
+    are padding, never emitted and refused in requests. cost: a known cost curve; None = measure
+    it now.
+    """
     device = target.device
     if attention is None:
         attention = pick_backend(device, options.attention)
@@ -83,7 +87,8 @@ def assemble(
     slots = options.kv_tokens or _size_store(specs, device, options, context)
     pool = KVPool(specs, slots, options.max_rows, context, device)
     store = KVStore(slots, options.max_rows, pool)
-    runner = TorchDevice(target, pool, attention, drafter)
+    vocabulary = min(vocab_size or target.config.vocab, target.config.vocab)
+    runner = TorchDevice(target, pool, attention, drafter, vocabulary)
     sizes = [n for n in SIZES if n == 1 or n <= min(slots - 1, context - 1)]
     if cost is None:
         cost = measure(runner, sizes)
@@ -123,7 +128,7 @@ def assemble(
     info = EngineInfo(
         model=options.target,
         draft=options.draft,
-        vocab_size=vocab_size or target.config.vocab,
+        vocab_size=vocabulary,
         max_context=context,
         kv_tokens=slots,
         max_rows=options.max_rows,
@@ -134,7 +139,6 @@ def assemble(
             *(LOOKUPS if lookup else ()),
             *((drafter.name,) if drafter is not None else ()),
         ),
-        unused_ids=unused_ids,
     )
     scheduler = Scheduler(options.max_rows, options.step_tokens, BUSY_CHUNK)
     return Engine(info, limits or Limits(), runner, store, scheduler, builder)

@@ -23,6 +23,9 @@ from spec_serve.spec.step import DraftRow, Job, Result
 
 FIRST_CATCH_UP = 16  # prompt tokens a draft may have to read before the first token goes out
 
+CROWD = 4  # rows beyond which look-ups that were of no use are not asked again at once
+REST = 4  # steps they rest
+
 SourceMaker = Callable[[Row], list[Source]]
 
 
@@ -174,6 +177,7 @@ class Builder:
         parts: list[_Part] = []
         auto: list[_Part] = []
         given = emitting = 0
+        crowded = len(picked) > CROWD
         for row, count in picked:
             final = row.prefix + count == len(row.tokens)
             part = _Part(row, count, final, None, [])
@@ -186,8 +190,13 @@ class Builder:
             emitting += 1
             if row.sources is None and row.device_tree is None:
                 continue
+            if crowded and row.device_tree is None and row.rest:
+                row.rest -= 1
+                row.guessed = None
+                continue
             part.candidates, limit = self._candidates(row)
             if part.candidates is None:
+                row.rest = REST if crowded else 0
                 continue
             if self._mode(row) == "max":
                 part.keep = part.candidates.order()[:limit]
@@ -196,6 +205,10 @@ class Builder:
                 auto.append(part)
         if auto:
             self._share_out(auto, emitting, given)
+            if crowded:
+                for part in auto:
+                    if not part.keep:
+                        part.row.rest = REST
         return parts
 
     def _candidates(self, row: Row) -> tuple[Candidates | None, int]:

@@ -12,7 +12,11 @@ import torch
 
 from spec_serve.draft.base import Drafter
 from spec_serve.draft.make import parse_draft
-from spec_serve.draft.standalone import StandaloneDrafter, common_vocabulary
+from spec_serve.draft.standalone import (
+    StandaloneDrafter,
+    common_vocabulary,
+    real_vocabulary,
+)
 from spec_serve.kernels.base import pick_backend
 from spec_serve.spec.assemble import EngineOptions, assemble
 from spec_serve.spec.engine import Engine
@@ -98,8 +102,7 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
         drafter=drafter,
         lookup=choice.lookup,
         attention=attention,
-        unused_ids=tuple(sorted(i for i in tokenizer.unused_ids)),
-        vocab_size=min(tokenizer.vocab_size, target.config.vocab),
+        vocab_size=real_vocabulary(tokenizer),
     )
     progress("ready", 1.0)
     return engine, tokenizer

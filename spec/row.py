@@ -31,9 +31,9 @@ class Row:
     __slots__ = (
         "accepted_prediction", "admitted", "arrived", "cached", "cancelled", "candidates",
         "device_tree", "drafted", "ends", "first_token", "guessed", "index", "kv", "last_token",
-        "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored", "proposed",
-        "rejected_prediction", "replay", "request", "sampling", "scored", "shadow", "shared",
-        "source_of", "sources", "steps", "tokens", "tree", "trust", "watch", "watch_from",
+        "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
+        "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
+        "shared", "source_of", "sources", "steps", "tokens", "tree", "trust", "watch", "watch_from",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +77,7 @@ class Row:
         self.trust: dict[str, Trust] = {}
         self.shadow: tuple[Guess, int, float] | None = None
         self.guessed: Guess | None = None
-        self.proposed = 0
+        self.rest = 0  # steps for which its look-ups are not asked
         self.accepted_prediction = 0
         self.rejected_prediction = 0
         self.prompt_scored: list[TokenLogprob] = []

@@ -96,8 +96,11 @@ class TorchDevice:
         pool: KVPool,
         attention: AttentionBackend,
         drafter: Drafter | None = None,
+        vocabulary: int = 0,
     ) -> None:
+        """vocabulary: leading ids that may be emitted; 0 = all."""
         self.model = model
+        self._vocabulary = vocabulary or model.config.vocab
         self.pool = pool
         self._attention = attention
         self._drafter = drafter
@@ -114,6 +117,9 @@ class TorchDevice:
         plan = self._attention.plan(batch, self.pool.table)
         taps = () if self._drafter is None else self._drafter.taps
         out = self.model.forward(batch, self._layers, plan, taps)
+        logits = out.logits
+        if logits.shape[1] > self._vocabulary:
+            logits = logits[:, : self._vocabulary]
         nodes = pack(
             [
                 (state, twig.tree, twig.prefix, twig.logits_from)
@@ -121,7 +127,7 @@ class TorchDevice:
             ],
             self.pool.device,
         )
-        chosen = choose(out.logits, nodes)
+        chosen = choose(logits, nodes)
         verdict = walk(batch, chosen, job.depth)
         self._settle(job, batch, verdict)
         verified = perf_counter()
@@ -129,9 +135,9 @@ class TorchDevice:
         drafted = perf_counter()
         result = self._read(job, batch, verdict, trees)
         if job.score_rows:
-            self._score(job, batch, out.logits, result)
+            self._score(job, batch, logits, result)
         if job.prompt_rows:
-            self._score_prompt(job, batch, out.logits, result)
+            self._score_prompt(job, batch, logits, result)
         result.verify_us = int((verified - begun) * 1e6)
         result.draft_us = int((drafted - verified) * 1e6)
         return result
