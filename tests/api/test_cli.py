@@ -1,0 +1,172 @@
+"""The command line without a model: commands, help, settings shown, ports checked, log lines.
+
+What needs an engine stands in the tests of each command.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spec_serve.api import cli, cli_engine, cli_serve, logs
+from spec_serve.api.cli_flags import Parser, add_settings, read_settings
+from spec_serve.api.settings import SETTINGS
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield root
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("name", ["serve", "config"])
+def test_help_of_every_command_needs_no_torch(name: str) -> None:
+    code = (
+        "import sys\n"
+        "from spec_serve.api.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'grpc', 'uvicorn'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code, name, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "usage: spec-serve" in ran.stdout
+
+
+def test_help_without_a_command_names_all_flags_and_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    flags = [setting.flag for setting in SETTINGS]
+    assert [flag for flag in flags if flag not in said] == []
+    assert [name for name in cli.COMMANDS if f"\n  {name} " not in said] == []
+
+
+def test_a_wrong_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sreve"]) == 2
+    assert "no command 'sreve'; did you mean serve?" in capsys.readouterr().err
+
+
+def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--targ", "x"])
+    assert end.value.code == 2
+
+
+def test_serve_refuses_before_loading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_serve, "open_engine", lambda settings: pytest.fail("loaded"))
+    monkeypatch.delenv("SPEC_SERVE_TARGET", raising=False)
+    assert cli.main([]) == 2
+    assert "target: say which model" in capsys.readouterr().err
+    assert cli.main(["serve", "--target", "m", "--max-rows", "0"]) == 2
+    assert "max-rows: must be a whole number of at least 1" in capsys.readouterr().err
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        assert cli.main(["--target", "m", "--port", str(port), "--grpc-port", "off"]) == 2
+        assert f"port: {port} is in use" in capsys.readouterr().err
+        assert cli.main(["--target", "m", "--grpc-port", str(port), "--port", "0"]) == 2
+        assert f"grpc-port: {port} is in use" in capsys.readouterr().err
+
+
+def test_ports_that_clash_or_are_free() -> None:
+    same = {"port": 4000, "grpc-port": 4000}
+    assert cli_serve.taken("127.0.0.1", same) == "grpc-port: must differ from port"
+    assert cli_serve.taken("127.0.0.1", {"port": 0, "grpc-port": 0}) is None
+    assert cli_serve.taken("127.0.0.1", {"port": 0, "grpc-port": None}) is None
+    assert "host: 'no.such.host.invalid'" in str(
+        cli_serve.taken("no.such.host.invalid", {"port": 4000})
+    )
+
+
+def test_what_to_open() -> None:
+    assert cli_serve.addresses("0.0.0.0", 8000, 50051)[1:] == [
+        "  WebSocket  ws://127.0.0.1:8000/v1/stream",
+        "  health     http://127.0.0.1:8000/health",
+        "  gRPC       127.0.0.1:50051",
+    ]
+    assert cli_serve.addresses("::1", 1, None)[1:] == [
+        "  WebSocket  ws://[::1]:1/v1/stream",
+        "  health     http://[::1]:1/health",
+    ]
+
+
+def test_config_show_tells_origins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('draft = "none"\nport = 1\n')
+    monkeypatch.setenv("SPEC_SERVE_CONFIG", str(file))
+    monkeypatch.setenv("SPEC_SERVE_PORT", "2")
+    assert cli.main(["config", "show", "--json", "--max-rows", "3", "--quiet"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    assert held["draft"] == {"value": "none", "origin": f"file {file}"}
+    assert held["port"] == {"value": 2, "origin": "variable SPEC_SERVE_PORT"}
+    assert held["max-rows"] == {"value": 3, "origin": "flag --max-rows"}
+    assert held["quiet"] == {"value": True, "origin": "flag --quiet"}
+    assert held["host"] == {"value": "127.0.0.1", "origin": "default"}
+    assert cli.main(["config", "show"]) == 0
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert len(lines) == len(SETTINGS)
+    assert lines["port"] == ["2", "variable", "SPEC_SERVE_PORT"]
+    file.write_text("prot = 1")
+    assert cli.main(["config", "show"]) == 2
+    assert "unknown key 'prot'" in capsys.readouterr().err
+
+
+def test_repeated_flags_make_a_list() -> None:
+    parser = Parser("x", "x")
+    add_settings(parser)
+    given = parser.parse_args(["--allow-origins", "a", "--allow-origins", "b"])
+    assert read_settings(given, {})["allow-origins"] == ("a", "b")
+
+
+def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with cli_engine.progress(quiet=False) as told:
+        for what, share in (("target", 0.0), ("target", 0.5), ("target", 1.0), ("ready", 1.0)):
+            told(what, share)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (out, len(lines)) == ("", 2)
+    assert lines[0] == "spec-serve: loading the target"
+    assert lines[1].startswith("spec-serve: loaded in ")
+    with cli_engine.progress(quiet=True) as told:
+        told("target", 0.0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_log_lines_are_json_or_text(root_logger: logging.Logger) -> None:
+    stream = io.StringIO()
+    logs.set_up("json", stream=stream)
+    root_logger.info("two\nlines", extra={"request": "r1"})
+    held = json.loads(stream.getvalue())
+    assert stream.getvalue().count("\n") == 1
+    assert (held["message"], held["request"], held["level"]) == ("two\nlines", "r1", "info")
+    logs.set_up("text", quiet=True, stream=stream)
+    root_logger.info("hidden")
+    root_logger.warning("shown")
+    assert "hidden" not in stream.getvalue()
+    assert stream.getvalue().rstrip().endswith("shown")
