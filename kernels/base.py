@@ -50,9 +50,12 @@ class AttentionBackend(Protocol):
 
 
 def pick_backend(device: torch.device | str, name: str = "auto") -> AttentionBackend:
-    """The backend for a device: "auto" or "torch" (the reference, which runs anywhere)."""
+    """The backend for a device: "auto" or "torch" (the reference, which runs anywhere).
+
+    On a CPU attention is exact: a token's bits do not depend on the tree it was computed in.
+    """
     from spec_serve.kernels.reference import TorchAttention
 
     if name not in ("auto", "torch"):
         raise ValueError(f"attention: unknown backend {name!r}; choose auto or torch")
-    return TorchAttention()
+    return TorchAttention(exact=torch.device(device).type == "cpu")

@@ -63,7 +63,7 @@ class Swapped(StandaloneDrafter):
 
 def drafter(kind: str, family: str = "llama") -> Drafter | None:
     """None for "none" and "lookup"; SELF, NEAR, FAR, SECOND or THIRD otherwise."""
-    attention = TorchAttention()
+    attention = TorchAttention(exact=True)
     match kind:
         case "self":
             return StandaloneDrafter(target(family), attention)
