@@ -1,0 +1,278 @@
+"""One generation being served: the engine's events become messages, whoever carries them.
+
+Text is made here, once per choice, and speculation summed up. `Outbox` holds what a connection has
+not sent yet: numbered when sent, merged when its reader is slow. Knows no sockets and no encodings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import monotonic
+
+from spec_serve.api import messages as m
+from spec_serve.api.convert import Prepared, wire_field
+from spec_serve.spec.request import (
+    Delta,
+    Event,
+    Finished,
+    PromptScored,
+    RequestError,
+    Started,
+    StepRecord,
+    TokenLogprob,
+)
+
+MERGE_FROM = 16  # messages waiting, from which on deltas of a choice are merged
+MAX_BYTES = 1 << 20  # waiting for one reader, roughly
+MAX_STUCK_S = 30.0
+FLOOR = -9999.0  # log-probability of the impossible, which JSON could not hold
+CODES: dict[str, m.Code] = {
+    "invalid_request": "invalid_request",
+    "context_length_exceeded": "context_length_exceeded",
+    "model_not_found": "model_not_found",
+    "overloaded": "overloaded",
+    "draining": "draining",
+    "timeout": "timeout",
+    "duplicate_id": "duplicate_id",
+}
+RETRY_MS = {"overloaded": 1000, "draining": 5000}
+
+Numbered = m.Started | m.Delta | m.PromptLogprobs | m.Finished | m.Error
+
+
+class Outbox:
+    """Messages of one connection that wait to be sent. wake: called when there is something."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._waiting: list[Numbered] = []
+        self._open: dict[tuple[str, int], m.Delta] = {}
+        self._next: dict[str, int] = {}
+        self._bytes = 0
+        self._since = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def overflowing(self) -> bool:
+        """The reader is too slow to be waited for."""
+        if not self._waiting:
+            return False
+        return self._bytes > MAX_BYTES or monotonic() - self._since > MAX_STUCK_S
+
+    def put(self, message: Numbered, merge: bool = False) -> None:
+        """Append; a delta joins an unsent one of its choice if many wait, or if told to."""
+        self._bytes += _weight(message)
+        if type(message) is m.Delta:
+            key = (message.gen, message.index)
+            earlier = self._open.get(key)
+            if earlier is not None and (merge or len(self._waiting) >= MERGE_FROM):
+                earlier.text += message.text
+                earlier.ids = earlier.ids + message.ids
+                earlier.logprobs = earlier.logprobs + message.logprobs
+                earlier.steps = earlier.steps + message.steps
+                return
+            self._open[key] = message
+        elif type(message) is m.Finished:
+            self._open.pop((message.gen, message.index), None)
+        if not self._waiting:
+            self._since = monotonic()
+        self._waiting.append(message)
+        self._wake()
+
+    def take(self) -> list[Numbered]:
+        """All that wait, numbered per generation without gaps."""
+        taken, self._waiting = self._waiting, []
+        self._open.clear()
+        self._bytes = 0
+        for message in taken:
+            gen = message.gen
+            if gen is None:
+                continue
+            message.seq = seq = self._next.get(gen, 0)
+            self._next[gen] = seq + 1
+            if type(message) is m.Error or (type(message) is m.Finished and message.last):
+                del self._next[gen]
+        return taken
+
+
+def _weight(message: Numbered) -> int:
+    if type(message) is m.Delta:
+        steps = sum(48 + 12 * len(step.drafted_ids) for step in message.steps)
+        top = sum(40 + 24 * len(entry.top) for entry in message.logprobs)
+        return 64 + 2 * len(message.text) + 6 * len(message.ids) + steps + top
+    if type(message) is m.PromptLogprobs:
+        return 64 + sum(40 + 24 * len(entry.top) for entry in message.logprobs)
+    return 256
+
+
+def failure(error: RequestError, gen: str | None = None, wire: m.Generate | None = None) -> m.Error:
+    """The message for a request that can't be served, or failed."""
+    field, code = error.field, CODES.get(error.code, "engine_error")
+    said = str(error)
+    if wire is not None and field and (named := wire_field(wire, field)) != field:
+        said = named + said.removeprefix(field)
+        field = named
+    retry = RETRY_MS.get(code, 0)
+    return m.Error(
+        code, said, gen=gen, param=field or None, retryable=retry > 0, retry_after_ms=retry
+    )
+
+
+class Generation:
+    """A request on its way. `take` is its sink. cancel: ends the request in the engine.
+
+    `over` once its last message is in the outbox; `on_over` is called then.
+    """
+
+    def __init__(
+        self,
+        gen: str,
+        model: str,
+        prepared: Prepared,
+        outbox: Outbox,
+        cancel: Callable[[str], None],
+        on_over: Callable[[str], None],
+    ) -> None:
+        request = prepared.request
+        self.gen, self.id = gen, request.id
+        self.over = False
+        self._model, self._prepared, self._outbox = model, prepared, outbox
+        self._cancel, self._on_over = cancel, on_over
+        self._streams = [prepared.text_stream() for _ in range(request.n)]
+        self._tallies = [Tally() for _ in range(request.n)]
+        self._left = request.n
+        self._started = False
+        wire = prepared.wire
+        self._ids, self._detail = wire.ids, wire.steps
+        self._token_text = prepared.tokenizer.token_text
+
+    def take(self, event: Event) -> None:
+        """Turn one event into messages; called in the loop's thread."""
+        if self.over:
+            return
+        kind = type(event)
+        if kind is Delta:
+            self._delta(event)  # type: ignore[arg-type]
+        elif kind is Finished:
+            self._finished(event)  # type: ignore[arg-type]
+        elif kind is Started:
+            if not self._started:
+                self._start(event)  # type: ignore[arg-type]
+        elif isinstance(event, PromptScored) and event.index == 0:
+            self._outbox.put(m.PromptLogprobs(self.gen, 0, self._logprobs(event.logprobs)))
+
+    def _start(self, event: Started) -> None:
+        self._started = True
+        request = event.request
+        self._outbox.put(
+            m.Started(
+                self.gen, 0, request.id, self._model, len(request.prompt),
+                event.cached_tokens, event.queue_ms,
+            )
+        )  # fmt: skip
+
+    def _delta(self, event: Delta) -> None:
+        index, step = event.index, event.step
+        text = self._streams[index].push(event.tokens)
+        self._tallies[index].add(step)
+        ids = event.tokens if self._ids else []
+        logprobs = self._logprobs(event.logprobs) if event.logprobs else []
+        detail = self._detail
+        steps = [self._step(step)] if detail == "steps" or detail == "tokens" else []
+        if text or ids or logprobs or steps:
+            self._outbox.put(m.Delta(self.gen, 0, index, text, ids, logprobs, steps))
+
+    def _step(self, step: StepRecord) -> m.Step:
+        made = m.Step(
+            step.step, step.drafted, step.accepted, step.sources,
+            step.draft_us, step.verify_us, step.host_us,
+        )  # fmt: skip
+        if self._detail == "tokens":
+            made.drafted_ids, made.drafted_parents = step.tree_tokens, step.tree_parents
+            made.drafted_text = [self._token_text(token) for token in step.tree_tokens]
+        return made
+
+    def _finished(self, event: Finished) -> None:
+        index = event.index
+        if event.error is not None or event.reason == "error":
+            error = event.error or RequestError("", "the engine failed", "engine_error")
+            self._end()
+            self._outbox.put(failure(error, self.gen, self._prepared.wire))
+            if self._left > 1:
+                self._cancel(self.id)
+            return
+        if rest := self._streams[index].finish():
+            self._outbox.put(m.Delta(self.gen, 0, index, rest), merge=True)
+        self._left -= 1
+        if not self._left:
+            self._end()
+        usage, timings = event.usage, event.timings
+        self._outbox.put(
+            m.Finished(
+                gen=self.gen,
+                seq=0,
+                index=index,
+                reason=event.reason,
+                matched=event.matched,
+                usage=m.Usage(
+                    usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens,
+                    usage.accepted_prediction_tokens, usage.rejected_prediction_tokens,
+                ),
+                timings=m.Timings(
+                    timings.queue_ms, timings.prefill_ms, timings.ttft_ms, timings.decode_ms
+                ),
+                speculation=self._tallies[index].summary() if self._detail != "none" else None,
+                last=not self._left,
+            )
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        self.over = True
+        self._on_over(self.gen)
+
+    def _logprobs(self, scored: list[TokenLogprob]) -> list[m.Logprob]:
+        text = self._token_text
+        return [
+            m.Logprob(
+                entry.token, _finite(entry.logprob), text(entry.token),
+                [(token, _finite(lp), text(token)) for token, lp in entry.top],
+            )
+            for entry in scored
+        ]  # fmt: skip
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else FLOOR
+
+
+class Tally:
+    """Speculation summed over the steps of a choice."""
+
+    __slots__ = ("accepted", "drafted", "histogram", "steps")
+
+    def __init__(self) -> None:
+        self.steps = self.drafted = self.accepted = 0
+        self.histogram: list[int] = []
+
+    def add(self, step: StepRecord) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+        while len(self.histogram) <= step.accepted:
+            self.histogram.append(0)
+        self.histogram[step.accepted] += 1
+
+    def summary(self) -> m.Summary:
+        """mean_accepted_length: tokens per step, the target's own included."""
+        return m.Summary(
+            self.steps,
+            self.drafted,
+            self.accepted,
+            1.0 + self.accepted / self.steps if self.steps else 0.0,
+            self.accepted / self.drafted if self.drafted else 0.0,
+            self.histogram,
+        )
