@@ -99,7 +99,9 @@ class Row:
         Returns how many were taken, the reason if it ended, and the token id or stop string that
         matched. A stop wins over the token limit reached by the same token.
         """
-        count, reason, matched = 0, None, None
+        count = 0
+        reason: Reason | None = None
+        matched: int | str | None = None
         ends, room = self.ends, self.limit - self.emitted
         for token in new:
             count += 1
@@ -117,7 +119,7 @@ class Row:
                 reason, taken = "stop", new[:count]
         self.tokens += taken
         self.sampling.extend(taken)
-        return count, reason, matched  # type: ignore[return-value]
+        return count, reason, matched
 
     def collect(
         self,

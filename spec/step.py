@@ -190,7 +190,9 @@ class TorchDevice:
         tail_token = tail_token.scatter(1, column, following.unsqueeze(1))
         next_slots = torch.tensor(job.next_slots, device=device)
         tail_slot = tail_slot.scatter(1, column, next_slots.unsqueeze(1))
-        twigs, source, last = [], [], []
+        twigs: list[Twig] = []
+        source: list[int] = []
+        last: list[int] = []
         for row in job.drafting:
             known, deepest = len(row.known), width
             tokens = [*row.known, *([0] * deepest)]
