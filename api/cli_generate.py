@@ -1,0 +1,156 @@
+"""`spec-serve generate`: one prompt answered in this process, without a server.
+
+Standard output holds the text as it comes, or with --json exactly one object; everything else goes
+to standard error. Drives the engine step by step in this thread; knows no transport.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from spec_serve.api.cli import INTERRUPTED
+from spec_serve.api.cli_engine import open_engine
+from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings, say
+from spec_serve.api.cli_prompt import (
+    add_sampling,
+    completion_json,
+    make_wire,
+    read_prompt,
+)
+from spec_serve.api.messages import BadMessage
+from spec_serve.api.settings import ENGINE_GROUPS, OUTPUT, SettingError
+
+if TYPE_CHECKING:
+    from spec_serve.api.convert import Prepared
+    from spec_serve.spec.completion import Completion
+    from spec_serve.spec.engine import Engine
+
+MAX_TOKENS = 256
+
+
+def parser() -> Parser:
+    """The flags of `generate`."""
+    made = Parser(
+        "spec-serve generate",
+        "Answer one prompt without a server. Greedy unless --temperature is given.",
+    )
+    section = made.add_argument_group("prompt (one of)")
+    prompt = section.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="continue this text")
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", help="continue the text of a file; - = standard input"
+    )
+    prompt.add_argument(
+        "--chat", metavar="TEXT", help="answer this message, by the model's chat template"
+    )
+    prompt.add_argument(
+        "--messages-file", metavar="FILE", help="answer a chat: a JSON list of {role, content}"
+    )
+    add_sampling(made, MAX_TOKENS)
+    section = made.add_argument_group("result")
+    section.add_argument(
+        "--json", action="store_true", help="print one JSON object with ids, text, usage, timings"
+    )
+    section.add_argument(
+        "--logprobs", type=int, metavar="K",
+        help="with --json: log-probability of each token and of the K most probable",
+    )  # fmt: skip
+    add_settings(made, (*ENGINE_GROUPS, OUTPUT))
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Generate; returns the exit code."""
+    made = parser()
+    given = made.parse_args(argv)
+    if given.logprobs is not None and not given.json:
+        made.error("--logprobs needs --json")
+    try:
+        settings = read_settings(given)
+        settings.engine_fields()
+        wire = make_wire(read_prompt(given), given, settings["speculation"])
+        engine, tokenizer = open_engine(settings)
+        from spec_serve.api.convert import to_request
+
+        prepared = to_request(wire, tokenizer)
+        engine.validate(prepared.request)
+    except (SettingError, BadMessage) as error:
+        return fail(error)
+    except (ValueError, OSError) as error:
+        return fail(error, 1)
+    done, text, interrupted = run(engine, prepared, None if given.json else _show)
+    if given.json:
+        print(json.dumps(completion_json(done, text, tokenizer)), flush=True)
+    else:
+        print(flush=True)
+        if not settings["quiet"]:
+            say(summary(done))
+    if done.error is not None:
+        return fail(done.error, 1)
+    return INTERRUPTED if interrupted else 0
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def run(
+    engine: Engine,
+    prepared: Prepared,
+    show: Callable[[str], None] | None = None,
+) -> tuple[Completion, str, bool]:
+    """Run one request of one choice to its end in this thread.
+
+    show: gets each piece of text as soon as it is safe. An interrupt (Ctrl-C) cancels the request.
+    Returns the completion, its whole text, and whether it was interrupted.
+    """
+    from spec_serve.spec.completion import collect
+    from spec_serve.spec.request import Delta, Event
+
+    request, stream = prepared.request, prepared.text_stream()
+    events: list[Event] = []
+    parts: list[str] = []
+    interrupted = False
+
+    def add(text: str) -> None:
+        if text:
+            parts.append(text)
+            if show is not None:
+                show(text)
+
+    engine.submit(request)
+    while not engine.idle():
+        try:
+            made = engine.step()
+            events += made
+            for event in made:
+                if isinstance(event, Delta):
+                    add(stream.push(event.tokens))
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            engine.cancel(request.id)
+    add(stream.finish())
+    (done,) = collect([request], events)
+    return done, "".join(parts), interrupted
+
+
+def summary(done: Completion) -> str:
+    """One line about a completion: tokens, speed, tokens per step."""
+    tokens, steps = len(done.tokens), len(done.steps)
+    parts = [f"{tokens} tokens", f"{done.reason}"]
+    if steps:
+        parts.append(f"{tokens / steps:.2f} tokens per step")
+    if tokens > 1 and done.timings.decode_ms > 0:
+        parts.append(f"{(tokens - 1) / done.timings.decode_ms * 1e3:.1f} tokens/s")
+    parts.append(f"first after {done.timings.ttft_ms:.0f} ms")
+    drafted = sum(step.drafted for step in done.steps)
+    if drafted:
+        accepted = sum(step.accepted for step in done.steps)
+        parts.append(f"{accepted} of {drafted} guesses accepted")
+    return ", ".join(parts)
