@@ -77,6 +77,9 @@ class Outbox:
             self._open[key] = message
         elif type(message) is m.Finished:
             self._open.pop((message.gen, message.index), None)
+        elif type(message) is m.Error:
+            for key in [key for key in self._open if key[0] == message.gen]:
+                del self._open[key]
         if not self._waiting:
             self._since = monotonic()
         self._waiting.append(message)

@@ -271,6 +271,10 @@ class BadMessage(ValueError):
         self.field = field
 
 
+class _Named(Struct):
+    gen: Id
+
+
 class Codec:
     """One of the two encodings, for both sides. `text`: whether frames are text frames."""
 
@@ -284,20 +288,29 @@ class Codec:
             self.encode = msgspec.json.Encoder().encode
             self._client: Any = msgspec.json.Decoder(Client)
             self._server: Any = msgspec.json.Decoder(Server)
+            self._named: Any = msgspec.json.Decoder(_Named)
         else:
             self.encode = msgspec.msgpack.Encoder().encode
             self._client = msgspec.msgpack.Decoder(Client)
             self._server = msgspec.msgpack.Decoder(Server)
+            self._named = msgspec.msgpack.Decoder(_Named)
 
     def client_message(self, frame: bytes | str) -> Client:
         """What a client said. Raises BadMessage."""
-        with_path: Client = _decoded(self._client, frame)
-        return with_path
+        message: Client = _decoded(self._client, frame)
+        return message
 
     def server_message(self, frame: bytes | str) -> Server:
         """What a server said. Raises BadMessage."""
         message: Server = _decoded(self._server, frame)
         return message
+
+    def peek_gen(self, frame: bytes | str) -> str | None:
+        """The gen of a message that is otherwise wrong, so that its sender can be told."""
+        try:
+            return str(self._named.decode(frame).gen)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
 
 
 def _decoded(decoder: Any, frame: bytes | str) -> Any:

@@ -1,0 +1,96 @@
+"""What every transport offers, in one place: prepare a request, start it, cancel it, say what runs.
+
+Long texts and chat templates are turned into tokens in a small pool, never on the loop. Knows no
+wire format; transports bring `messages.Generate` and an `Outbox`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from spec_serve.api import messages as m
+from spec_serve.api.convert import GREEDY, Prepared, SamplingDefaults, TextTokens, to_request
+from spec_serve.api.generation import Generation, Outbox
+from spec_serve.api.link import EngineLink
+from spec_serve.spec.request import RequestError
+
+T = TypeVar("T")
+
+INLINE_CHARS = 2_000  # raw text up to here is tokenized on the loop: quicker than another thread
+PREPARE_S = 10.0
+MAX_GENERATIONS = 32  # at once on one WebSocket
+
+
+class Service:
+    """The served model, as transports see it. All methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        tokenizer: TextTokens,
+        model: str,
+        defaults: SamplingDefaults = GREEDY,
+    ) -> None:
+        self.link, self.tokenizer, self.defaults = link, tokenizer, defaults
+        self.model = model or link.info.model
+        self.models = tuple(dict.fromkeys((self.model, link.info.model)))
+        self.started = time.monotonic()
+        self.draining = False
+        self._pool = ThreadPoolExecutor(2, "tokenize")
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are taken."""
+        return self.link.alive and not self.draining
+
+    async def prepare(
+        self, wire: m.Generate, request_id: str = "", deadline: float | None = None
+    ) -> Prepared:
+        """Checked and tokenized. Raises RequestError."""
+        if self.draining:
+            raise RequestError("", "the server is shutting down", "draining")
+
+        def work() -> Prepared:
+            return to_request(
+                wire,
+                self.tokenizer,
+                defaults=self.defaults,
+                models=self.models,
+                request_id=request_id,
+                deadline=deadline,
+            )
+
+        text = len(wire.prompt or "") + len(wire.speculation.prediction or "")
+        if wire.messages is None and text <= INLINE_CHARS:
+            return work()
+        return await self.aside(work)
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Run work in the pool. Raises RequestError when it takes too long."""
+        running = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            return await asyncio.wait_for(running, PREPARE_S)
+        except TimeoutError:
+            raise RequestError("", "reading the text took too long", "timeout") from None
+
+    def start(
+        self, prepared: Prepared, gen: str, outbox: Outbox, on_over: Callable[[str], None]
+    ) -> Generation:
+        """Submit; its messages go to the outbox. Raises RequestError."""
+        made = Generation(gen, self.model, prepared, outbox, self.link.cancel, on_over)
+        prepared.request.sink = made.take
+        try:
+            self.link.submit(prepared.request)
+        except RequestError as error:
+            if error.field == "id":
+                raise RequestError("id", str(error).removeprefix("id: "), "duplicate_id") from None
+            raise
+        return made
+
+    def close(self) -> None:
+        """Let the pool go; what it still does is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
