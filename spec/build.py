@@ -21,8 +21,6 @@ from spec_serve.spec.request import Mode
 from spec_serve.spec.row import Row
 from spec_serve.spec.step import DraftRow, Job, Result
 
-FIRST_CATCH_UP = 16  # prompt tokens a draft may have to read before the first token goes out
-
 CROWD = 4  # rows beyond which look-ups that were of no use are not asked again at once
 REST = 4  # steps they rest
 
@@ -168,10 +166,17 @@ class Builder:
     def _may_draft(self, row: Row) -> bool:
         if self._drafter is None or not self._speculates(row):
             return False
-        if row.emitted == 0 and len(row.tokens) - row.drafted > FIRST_CATCH_UP:
-            return False  # the first token goes out before the draft reads a long prompt
+        if row.emitted == 0 and self._mode(row) == "auto" and not self._quick_draft(row):
+            return False  # the first token goes out before the draft is run
         allowed = row.request.speculation.sources
         return allowed is None or self._drafter.name in allowed
+
+    def _quick_draft(self, row: Row) -> bool:
+        """True if drafting would hardly delay a row's first token."""
+        if self._draft_cost is None:
+            return True
+        lag = len(row.tokens) - row.drafted
+        return self._draft_cost.at(lag) + 3 * self._draft_cost.at(1) < 0.25 * self.cost.at(1)
 
     def _parts(self, picked: Sequence[tuple[Row, int]]) -> list[_Part]:
         parts: list[_Part] = []

@@ -82,7 +82,15 @@ def test_case_02_sampling_keeps_the_joint_distribution(
     on = engine(kind, depth=shape[0], width=shape[1], nodes=6, max_rows=64, kv_tokens=4096)
     trials = 1200
     asked = [
-        request([90, 90], 3, temperature=temperature, logit_bias=bias, n=8, **filters)
+        request(
+            [90, 90],
+            3,
+            temperature=temperature,
+            logit_bias=bias,
+            n=8,
+            speculation=Speculation(mode="max"),
+            **filters,
+        )
         for _ in range(trials // 8)
     ]
     counts = Counter(tuple(done.tokens) for done in run(on, *asked))
