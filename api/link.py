@@ -134,6 +134,11 @@ class ThreadLink:
     def cancel(self, request_id: str) -> None:
         self._engine.cancel(request_id)
 
+    def cancel_all(self) -> None:
+        """End everything that runs or waits."""
+        for request_id in list(self._live):
+            self._engine.cancel(request_id)
+
     def drain(self) -> None:
         self._engine.drain()
 

@@ -6,7 +6,9 @@ torch, gRPC or uvicorn. Knows nothing of models beyond the name a client sees.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,7 @@ class ServeSettings:
     model_name: the name clients see. ws_impl: WebSocket implementation given to uvicorn.
     allow_origins: origins of web pages that may connect besides the server's own; "*" = any.
     drain_s: seconds running requests get to finish after the first SIGTERM or SIGINT.
+    generation_config: sampling defaults as in a generation_config.json; None = the model's own.
     """
 
     host: str = "127.0.0.1"
@@ -25,3 +28,4 @@ class ServeSettings:
     ws_impl: str = "websockets"
     allow_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
+    generation_config: Mapping[str, Any] | None = None

@@ -1,0 +1,235 @@
+"""Between protobuf messages and the messages every transport shares; and errors as gRPC statuses.
+
+A request becomes `messages.Generate`, so the same bounds hold as on a WebSocket, and wrong fields
+are named as the proto names them. Knows no calls and no engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import msgspec
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from spec_serve.api import messages as m
+from spec_serve.api.proto import specserve_pb2 as pb
+
+DOMAIN = "specserve"
+STATUS: dict[str, grpc.StatusCode] = {
+    "invalid_request": grpc.StatusCode.INVALID_ARGUMENT,
+    "context_length_exceeded": grpc.StatusCode.INVALID_ARGUMENT,
+    "model_not_found": grpc.StatusCode.NOT_FOUND,
+    "overloaded": grpc.StatusCode.UNAVAILABLE,
+    "draining": grpc.StatusCode.UNAVAILABLE,
+    "timeout": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "duplicate_id": grpc.StatusCode.ALREADY_EXISTS,
+    "engine_error": grpc.StatusCode.INTERNAL,
+}
+_DETAIL = {0: "steps", 1: "tokens", 2: "summary", 3: "none"}
+_MODE = {0: "auto", 1: "off", 2: "max"}
+_REASON = {
+    "stop": pb.Finished.STOP,
+    "length": pb.Finished.LENGTH,
+    "cancelled": pb.Finished.CANCELLED,
+}
+_FIELDS = {
+    "messages": "chat.messages",
+    "token_ids": "token_ids.ids",
+    "tools": "chat.tools_json",
+    "max_tokens": "stop.max_tokens",
+    "min_tokens": "stop.min_tokens",
+    "stop": "stop.strings",
+    "stop_token_ids": "stop.token_ids",
+    "bad_words": "stop.bad_words",
+    "logprobs": "output.logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "id": "request_id",
+}
+
+
+def proto_field(name: str) -> str:
+    """The name of a field in the proto: stop[2] -> stop.strings[2]."""
+    head = name.partition(".")[0].partition("[")[0]
+    return _FIELDS.get(head, head) + name[len(head) :]
+
+
+def _json_list(field: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        raise m.BadMessage(field, f"{field}: is not JSON that can be read") from None
+
+
+def _chat(chat: pb.Chat) -> dict[str, Any]:
+    made: list[dict[str, Any]] = []
+    for i, message in enumerate(chat.messages):
+        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        for name in ("name", "tool_call_id"):
+            if value := getattr(message, name):
+                turn[name] = value
+        if message.tool_calls_json:
+            field = f"messages[{i}].tool_calls_json"
+            turn["tool_calls"] = _json_list(field, message.tool_calls_json)
+        made.append(turn)
+    values: dict[str, Any] = {"messages": made}
+    if chat.tools_json:
+        values["tools"] = _json_list("tools", chat.tools_json)
+    return values
+
+
+def inputs(request: pb.GenerateRequest | pb.TokenizeRequest) -> dict[str, Any]:
+    """The input of a request, as `messages.Generate` names it; {} if there is none."""
+    kind = request.WhichOneof("input")
+    if kind == "prompt":
+        return {"prompt": request.prompt}
+    if kind == "chat":
+        return _chat(request.chat)
+    if kind == "token_ids":
+        assert isinstance(request, pb.GenerateRequest)
+        return {"token_ids": list(request.token_ids.ids)}
+    return {}
+
+
+def generate(request: pb.GenerateRequest) -> m.Generate:
+    """Checked like a message from a WebSocket. Raises BadMessage."""
+    sampling: dict[str, Any] = {field.name: value for field, value in request.sampling.ListFields()}
+    bias = sampling.pop("logit_bias", None)
+    if bias:
+        sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
+    stop, output, spec = request.stop, request.output, request.speculation
+    speculation: dict[str, Any] = {"mode": _MODE.get(spec.mode, f"unknown ({spec.mode})")}
+    if spec.HasField("max_nodes"):
+        speculation["max_nodes"] = spec.max_nodes
+    if spec.sources:
+        speculation["sources"] = list(spec.sources)
+    if spec.prediction:
+        speculation["prediction"] = spec.prediction
+    values: dict[str, Any] = {
+        "gen": "call",
+        "model": request.model,
+        "sampling": sampling,
+        "min_tokens": stop.min_tokens,
+        "stop": list(stop.strings),
+        "stop_token_ids": list(stop.token_ids),
+        "bad_words": list(stop.bad_words),
+        "ignore_eos": stop.ignore_eos,
+        "include_stop": stop.include_stop_in_output,
+        "speculation": speculation,
+        "ids": output.token_ids,
+        "steps": _DETAIL.get(output.spec_detail, f"unknown ({output.spec_detail})"),
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        **inputs(request),
+    }
+    if stop.HasField("max_tokens"):
+        values["max_tokens"] = stop.max_tokens
+    for name in ("logprobs", "prompt_logprobs", "skip_special_tokens"):
+        if output.HasField(name):
+            values[name] = getattr(output, name)
+    return m.generate(values)
+
+
+def event(message: m.Started | m.Delta | m.PromptLogprobs | m.Finished) -> pb.GenerateEvent:
+    """A message of a generation as the proto has it."""
+    seq = message.seq
+    if isinstance(message, m.Delta):
+        delta = pb.Delta(
+            index=message.index,
+            text=message.text,
+            token_ids=message.ids,
+            logprobs=map(_logprob, message.logprobs),
+            steps=map(_step, message.steps),
+        )
+        return pb.GenerateEvent(seq=seq, delta=delta)
+    if isinstance(message, m.Started):
+        started = pb.Started(
+            request_id=message.id,
+            model=message.model,
+            prompt_tokens=message.prompt_tokens,
+            cached_tokens=message.cached_tokens,
+            queue_ms=message.queue_ms,
+        )
+        return pb.GenerateEvent(seq=seq, started=started)
+    if isinstance(message, m.PromptLogprobs):
+        scored = pb.PromptScored(logprobs=map(_logprob, message.logprobs))
+        return pb.GenerateEvent(seq=seq, prompt_scored=scored)
+    return pb.GenerateEvent(seq=seq, finished=_finished(message))
+
+
+def _step(step: m.Step) -> pb.SpecStep:
+    return pb.SpecStep(
+        step=step.step,
+        drafted=step.drafted,
+        accepted=step.accepted,
+        sources=[
+            pb.SpecSource(name=name, drafted=drafted, accepted=accepted)
+            for name, (drafted, accepted) in step.sources.items()
+        ],
+        draft_us=step.draft_us,
+        verify_us=step.verify_us,
+        host_us=step.host_us,
+        drafted_ids=step.drafted_ids,
+        drafted_parents=step.drafted_parents,
+        drafted_text=step.drafted_text,
+    )
+
+
+def _logprob(entry: m.Logprob) -> pb.Logprob:
+    return pb.Logprob(
+        token_id=entry.id,
+        logprob=entry.logprob,
+        token=entry.token,
+        top=[
+            pb.TopLogprob(token_id=token, logprob=logprob, token=text)
+            for token, logprob, text in entry.top
+        ],
+    )
+
+
+def _finished(message: m.Finished) -> pb.Finished:
+    usage, timings, summary = message.usage, message.timings, message.speculation
+    made = pb.Finished(
+        index=message.index,
+        reason=_REASON[message.reason],
+        usage=pb.Usage(**msgspec.structs.asdict(usage)),
+        timings=pb.Timings(**msgspec.structs.asdict(timings)),
+        last=message.last,
+    )
+    if isinstance(message.matched, str):
+        made.stop_string = message.matched
+    elif message.matched is not None:
+        made.stop_token_id = message.matched
+    if summary is not None:
+        made.speculation.CopyFrom(pb.SpecSummary(**msgspec.structs.asdict(summary)))
+    return made
+
+
+def status(error: m.Error) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """Code, message and trailing metadata (google.rpc.Status with details) for an error."""
+    code, field = STATUS[error.code], error.param
+    said = error.message
+    if field and (named := proto_field(field)) != field:
+        said = named + said.removeprefix(field)
+        field = named
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
+    if field:
+        details.append(
+            error_details_pb2.BadRequest(
+                field_violations=[
+                    error_details_pb2.BadRequest.FieldViolation(field=field, description=said)
+                ]
+            )
+        )
+    if error.retryable:
+        delay = Duration(nanos=error.retry_after_ms % 1000 * 1_000_000)
+        delay.seconds = error.retry_after_ms // 1000
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        packed.append(AnyMessage())
+        packed[-1].Pack(detail)
+    whole = status_pb2.Status(code=code.value[0], message=said, details=packed)
+    return code, said, (("grpc-status-details-bin", whole.SerializeToString()),)

@@ -1,0 +1,199 @@
+"""The gRPC side: grpc.aio in the one event loop, with health, reflection and rich errors.
+
+A cancelled call or a passed deadline ends its generation in the engine. Knows calls; what requests
+mean stands in grpc_convert.py and behind the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from spec_serve.api import grpc_convert as convert
+from spec_serve.api import messages as m
+from spec_serve.api.generation import Outbox, failure
+from spec_serve.api.proto import specserve_pb2 as pb
+from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+from spec_serve.api.service import Service
+from spec_serve.api.text import TextStream
+from spec_serve.api.version import __version__
+from spec_serve.spec.request import RequestError
+
+NAME = pb.DESCRIPTOR.services_by_name["SpecServe"].full_name
+MAX_MESSAGE = 8 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    # Clients may ping through a long silent prefill without being told to go away.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.so_reuseport", 0),
+)
+
+
+async def _abort(context: Any, error: m.Error) -> NoReturn:
+    code, said, trailing = convert.status(error)
+    await context.abort(code, said, trailing)
+    raise AssertionError("abort raises")
+
+
+async def _refuse(context: Any, error: RequestError, wire: m.Generate | None = None) -> NoReturn:
+    await _abort(context, failure(error, wire=wire))
+
+
+def _bad(error: m.BadMessage) -> m.Error:
+    return m.Error("invalid_request", str(error), param=error.field or None)
+
+
+class SpecServe(pb_grpc.SpecServeServicer):
+    """The methods of the proto, for one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running: set[str] = set()
+        self.calls = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        """Stream one generation. One task per call; the engine's events go into its outbox."""
+        service, wake = self._service, asyncio.Event()
+        outbox = Outbox(wake.set)
+        left = context.time_remaining()
+        deadline = None if left is None else time.monotonic() + left
+        try:
+            wire = convert.generate(request)
+        except m.BadMessage as error:
+            await _abort(context, _bad(error))
+        if len(request.request_id) > 128:
+            await _refuse(context, RequestError("id", "is longer than 128 characters"))
+        try:
+            prepared = await service.prepare(wire, request.request_id, deadline)
+            generation = service.start(prepared, wire.gen, outbox, lambda gen: wake.set())
+        except RequestError as error:
+            await _refuse(context, error, wire)
+        self._running.add(generation.id)
+        self.calls += 1
+        try:
+            while True:
+                await wake.wait()
+                wake.clear()
+                for message in outbox.take():
+                    if isinstance(message, m.Error):
+                        await _abort(context, message)
+                    await context.write(convert.event(message))
+                    if outbox.overflowing:
+                        told = "the reader of this stream is too slow"
+                        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, told)
+                if generation.over and not len(outbox):
+                    return
+        finally:
+            self.calls -= 1
+            self._running.discard(generation.id)
+            if not generation.over:
+                service.link.cancel(generation.id)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        """Cancel by id what runs here; unknown ids are left out of the answer."""
+        found = [one for one in dict.fromkeys(request.request_ids) if one in self._running]
+        for one in found:
+            self._service.link.cancel(one)
+        return pb.AbortResponse(aborted=found)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """Text or chat to ids, or ids to text; ids as a generation would begin with."""
+        service, table = self._service, self._service.tokenizer
+        limit = service.link.info.vocab_size
+        if request.WhichOneof("input") == "detokenize":
+            ids = list(request.detokenize.ids)
+        else:
+            try:
+                values = {"gen": "call", "model": request.model, **convert.inputs(request)}
+                wire = m.generate(values)
+            except m.BadMessage as error:
+                await _abort(context, _bad(error))
+            try:
+                ids = (await service.prepare(wire)).request.prompt
+            except RequestError as error:
+                await _refuse(context, error, wire)
+        for token in ids:
+            if token >= limit:
+                told = f"token id {token} is not in the vocabulary (0 to {limit - 1})"
+                await _refuse(context, RequestError("detokenize.ids", told))
+        text = TextStream(table, skip_special=False)
+        return pb.TokenizeResponse(ids=ids, text=text.push(ids) + text.finish())
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Any
+    ) -> pb.ListModelsResponse:
+        """The one model that is served."""
+        return pb.ListModelsResponse(models=[self._model()])
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
+        """What runs, and the engine's counters."""
+        service = self._service
+        stats = service.link.stats()
+        names = [field.name for field in pb.ServerStats.DESCRIPTOR.fields]
+        return pb.ServerInfo(
+            version=__version__,
+            uptime_s=time.monotonic() - service.started,
+            models=[self._model()],
+            max_running=service.link.info.max_rows,
+            draining=service.draining,
+            stats=pb.ServerStats(**{name: getattr(stats, name) for name in names}),
+        )
+
+    def _model(self) -> pb.Model:
+        info = self._service.link.info
+        return pb.Model(
+            id=self._service.model,
+            target=info.model,
+            draft=info.draft,
+            max_context=info.max_context,
+            vocab_size=info.vocab_size,
+            dtype=info.dtype,
+            device=info.device,
+            max_nodes=info.max_nodes,
+            sources=info.sources,
+        )
+
+
+class GrpcServer:
+    """A server bound to an address; `port` is the real one. Raises OSError if it is taken."""
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        self.servicer = SpecServe(service)
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._health = HealthServicer()
+        add = pb_grpc.add_SpecServeServicer_to_server
+        add(self.servicer, self._server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = self._server.add_insecure_port(where)
+        except RuntimeError as error:
+            raise OSError(f"grpc-port: can't listen on {where}") from error
+        if not self.port:
+            raise OSError(f"grpc-port: can't listen on {where}")
+
+    async def start(self) -> None:
+        """Serve, and say so."""
+        await self._server.start()
+        for name in ("", NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def not_serving(self) -> None:
+        """Tell health watchers that this server is going away."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """No new calls; running ones have grace_s seconds."""
+        await self._server.stop(grace_s)

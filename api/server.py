@@ -1,0 +1,255 @@
+"""The server: one event loop with HTTP, WebSocket and gRPC, the engine in its own thread beside it.
+
+Owns start, signals and shutdown: the first SIGTERM or SIGINT drains, the second ends at once.
+What requests mean is the service's business, how they look that of the transports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
+from spec_serve.api.grpc_server import GrpcServer
+from spec_serve.api.http import STREAM_PATH, App
+from spec_serve.api.link import Runs, ThreadLink
+from spec_serve.api.messages import Draining
+from spec_serve.api.server_settings import ServeSettings
+from spec_serve.api.service import Service
+from spec_serve.api.websocket import RESTART
+
+log = logging.getLogger("spec_serve.server")
+
+MAX_FRAME = 8 << 20
+MAX_HEADERS = 64 << 10
+FLUSH_S = 3.0  # for sending what cancelled generations still have to say
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: it would raise the signal again before we drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_server(
+    engine: Runs,
+    tokenizer: TextTokens,
+    settings: ServeSettings,
+    ready: Callable[[list[str]], None],
+) -> int:
+    """Serve in a loop of its own until a signal; the exit code. See `serve`."""
+    return uvloop.run(serve(engine, tokenizer, settings, ready))
+
+
+async def serve(
+    engine: Runs,
+    tokenizer: TextTokens,
+    settings: ServeSettings,
+    ready: Callable[[list[str]], None],
+) -> int:
+    """Serve until a signal or the engine's end. ready: told the addresses once all listen.
+
+    Returns 0 after a drain, 1 when a second signal cut it short or the engine failed. Raises
+    OSError naming the setting when a port can't be had, ValueError for a bad setting.
+    """
+    server = Server(engine, tokenizer, settings)
+    try:
+        await server.start()
+        ready(server.addresses())
+        return await server.until_stopped()
+    finally:
+        await server.close()
+
+
+class Server:
+    """Everything that listens, and the order in which it begins and ends."""
+
+    def __init__(self, engine: Runs, tokenizer: TextTokens, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.link = ThreadLink(engine, self._engine_died)
+        config = settings.generation_config
+        if config is None:
+            config = _find_generation_config(engine.info.model)
+        self.service = Service(self.link, tokenizer, settings.model_name, sampling_defaults(config))
+        self.app = App(self.service, settings.allow_origins)
+        self.port = settings.port
+        self.grpc: GrpcServer | None = None
+        self._http: HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._asked = asyncio.Event()  # to drain
+        self._at_once = asyncio.Event()
+        self._failed = False
+
+    def addresses(self) -> list[str]:
+        """What to open: the WebSocket, gRPC and health addresses."""
+        host = self.settings.host
+        if host in ("0.0.0.0", "::", ""):
+            host = "localhost"
+        elif ":" in host:
+            host = f"[{host}]"
+        found = [f"ws://{host}:{self.port}{STREAM_PATH}", f"http://{host}:{self.port}/health"]
+        if self.grpc is not None:
+            found.insert(1, f"grpc://{host}:{self.grpc.port}")
+        return found
+
+    async def start(self) -> None:
+        """Take the ports, start the engine, then listen."""
+        settings = self.settings
+        bound = _listen(settings.host, settings.port)
+        self.port = bound.getsockname()[1]
+        try:
+            if settings.grpc_port is not None:
+                if settings.grpc_port == self.port:
+                    raise ValueError(f"grpc-port: {self.port} is the HTTP port already")
+                self.grpc = GrpcServer(self.service, settings.host, settings.grpc_port)
+            self._http = HttpServer(_uvicorn_config(self.app, settings))
+        except BaseException:
+            bound.close()
+            raise
+        self.link.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # In a thread other than the main one there are no signals to handle.
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.add_signal_handler(number, self.stop)
+        self._serving = asyncio.create_task(self._http.serve(sockets=[bound]))
+        while not self._http.started:
+            if self._serving.done():
+                self._serving.result()
+                raise OSError(f"port: can't listen on {settings.host}:{settings.port}")
+            await asyncio.sleep(0.005)
+        if self.grpc is not None:
+            await self.grpc.start()
+
+    def stop(self) -> None:
+        """What a signal does: drain; the second time, end at once."""
+        if self._asked.is_set():
+            log.warning("ending at once")
+            self._at_once.set()
+        else:
+            self._asked.set()
+
+    def _engine_died(self) -> None:
+        self._failed = True
+        self._asked.set()
+        self._at_once.set()
+
+    async def until_stopped(self) -> int:
+        """Wait for a signal, then drain. The exit code."""
+        await self._asked.wait()
+        service, settings = self.service, self.settings
+        if not self._failed:
+            log.info("draining: up to %g s for what runs", settings.drain_s)
+        service.draining = True
+        if self.grpc is not None:
+            await self.grpc.not_serving()
+        self.link.drain()
+        for session in self.app.sessions:
+            session.say(Draining(settings.drain_s))
+        await self._quiet(settings.drain_s, self._at_once)
+        cut = self._at_once.is_set()
+        if not self._idle():
+            for session in self.app.sessions:
+                session.cancel_all()
+            self.link.cancel_all()
+            await self._quiet(FLUSH_S, None)
+        return 1 if self._failed or cut else 0
+
+    def _idle(self) -> bool:
+        calls = self.grpc.servicer.calls if self.grpc is not None else 0
+        return self.link.idle() and not calls and not any(s.busy for s in self.app.sessions)
+
+    async def _quiet(self, within_s: float, unless: asyncio.Event | None) -> None:
+        """Wait until nothing runs and all has been sent, at most so long."""
+        end = asyncio.get_running_loop().time() + within_s
+        while not self._idle() and asyncio.get_running_loop().time() < end:
+            if unless is not None and unless.is_set():
+                return
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """Close what is open, in the order that lets everybody be told."""
+        for session in self.app.sessions:
+            session.close(RESTART)
+        if self.grpc is not None:
+            await self.grpc.stop(0.5)
+        if self._http is not None and self._serving is not None:
+            for _ in range(50):  # the close frames first
+                if not self.app.sessions:
+                    break
+                await asyncio.sleep(0.02)
+            self._http.should_exit = True
+            await self._serving
+        if not await self.link.stop():
+            log.error("the engine is still in its last step")
+        self.service.close()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.remove_signal_handler(number)
+
+
+def _uvicorn_config(app: App, settings: ServeSettings) -> uvicorn.Config:
+    implementations = {"websockets": "websockets-sansio", "wsproto": "wsproto"}
+    if settings.ws_impl not in implementations:
+        known = ", ".join(implementations)
+        raise ValueError(f"ws-impl: must be one of {known}, not {settings.ws_impl!r}")
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws=implementations[settings.ws_impl],
+        ws_max_size=MAX_FRAME,
+        ws_ping_interval=20.0,
+        ws_ping_timeout=20.0,
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        h11_max_incomplete_event_size=MAX_HEADERS,
+        timeout_graceful_shutdown=2,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, so that the error names it and port 0 is known at once."""
+    family = socket.AF_INET
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).version == 6:
+            family = socket.AF_INET6
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except (OSError, OverflowError) as error:
+        made.close()
+        raise OSError(f"port: can't listen on {host}:{port}: {error}") from error
+    made.setblocking(False)
+    return made
+
+
+def _find_generation_config(model: str) -> Mapping[str, Any]:
+    """Beside the model that was just loaded, so that nothing is fetched; {} for a GGUF file."""
+    path = Path(model)
+    if not path.exists():
+        from spec_serve.target.hub import resolve
+
+        try:
+            path = resolve(model, progress=False)
+        except (ValueError, OSError):
+            return {}
+    return read_generation_config(path)
