@@ -6,15 +6,13 @@ wrong is said before anything large is read. The server itself is server.py's.
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
 from collections.abc import Sequence
 
 from spec_serve.api import logs
 from spec_serve.api.cli import command_list
 from spec_serve.api.cli_engine import open_engine
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings
+from spec_serve.api.ports import taken
 from spec_serve.api.settings import SettingError
 from spec_serve.api.version import __version__
 
@@ -70,28 +68,3 @@ def addresses(host: str, port: int, grpc_port: int | None) -> list[str]:
     if grpc_port is not None:
         lines.append(f"  gRPC       {shown}:{grpc_port}")
     return lines
-
-
-def taken(host: str, ports: dict[str, int | None]) -> str | None:
-    """Why one of the ports can't be listened on, or None. Port 0 and None are always free."""
-    wanted = [(name, port) for name, port in ports.items() if port]
-    if len({port for _, port in wanted}) < len(wanted):
-        return "grpc-port: must differ from port"
-    for name, port in wanted:
-        try:
-            found = socket.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-        except OSError as error:
-            return f"host: {host!r} is not an address of this machine: {error.strerror}"
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            if os.name == "posix":  # elsewhere this option would share a port in use
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return f"{name}: {port} is in use; choose another, or 0 for a free one"
-                return f"{name}: can't listen on {host}:{port}: {error.strerror}"
-    return None

@@ -18,6 +18,7 @@ import pytest
 
 from spec_serve.api import cli, cli_engine, cli_serve, logs
 from spec_serve.api.cli_flags import Parser, add_settings, read_settings
+from spec_serve.api.ports import taken
 from spec_serve.api.settings import SETTINGS
 
 
@@ -94,12 +95,10 @@ def test_serve_refuses_before_loading(
 
 def test_ports_that_clash_or_are_free() -> None:
     same = {"port": 4000, "grpc-port": 4000}
-    assert cli_serve.taken("127.0.0.1", same) == "grpc-port: must differ from port"
-    assert cli_serve.taken("127.0.0.1", {"port": 0, "grpc-port": 0}) is None
-    assert cli_serve.taken("127.0.0.1", {"port": 0, "grpc-port": None}) is None
-    assert "host: 'no.such.host.invalid'" in str(
-        cli_serve.taken("no.such.host.invalid", {"port": 4000})
-    )
+    assert taken("127.0.0.1", same) == "grpc-port: must differ from port"
+    assert taken("127.0.0.1", {"port": 0, "grpc-port": 0}) is None
+    assert taken("127.0.0.1", {"port": 0, "grpc-port": None}) is None
+    assert "host: 'no.such.host.invalid'" in str(taken("no.such.host.invalid", {"port": 4000}))
 
 
 def test_what_to_open() -> None:
