@@ -6,9 +6,12 @@ to standard error. Drives the engine step by step in this thread; knows no trans
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from spec_serve.api.cli import INTERRUPTED
@@ -81,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         return fail(error)
     except (ValueError, OSError) as error:
         return fail(error, 1)
-    done, text, interrupted = run(engine, prepared, None if given.json else _show)
+    done, text, interrupted = run(engine, prepared, None if given.json else show)
     if given.json:
         print(json.dumps(completion_json(done, text, tokenizer)), flush=True)
     else:
@@ -93,9 +96,31 @@ def main(argv: Sequence[str]) -> int:
     return INTERRUPTED if interrupted else 0
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Write a piece of text to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that the first Ctrl-C fills: an exception in the middle of a step would spoil the
+    engine. The second one raises KeyboardInterrupt."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen  # signals reach only the main thread
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run(
@@ -122,19 +147,17 @@ def run(
             if show is not None:
                 show(text)
 
-    engine.submit(request)
-    while not engine.idle():
-        try:
+    with _interrupts() as seen:
+        engine.submit(request)
+        while not engine.idle():
+            if seen and not interrupted:
+                interrupted = True
+                engine.cancel(request.id)
             made = engine.step()
             events += made
             for event in made:
                 if isinstance(event, Delta):
                     add(stream.push(event.tokens))
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            engine.cancel(request.id)
     add(stream.finish())
     (done,) = collect([request], events)
     return done, "".join(parts), interrupted

@@ -47,24 +47,12 @@ def main(argv: Sequence[str]) -> int:
         return fail(error, 1)
     from spec_serve.api.server import run_server
 
-    return run_server(engine, tokenizer, serve, ready)
+    try:
+        return run_server(engine, tokenizer, serve, ready)
+    except (ValueError, OSError) as error:  # such as a port taken meanwhile
+        return fail(error, 1)
 
 
-def ready(host: str, port: int, grpc_port: int | None) -> None:
+def ready(addresses: list[str]) -> None:
     """Say what to open; the one thing a server writes to standard output."""
-    print("\n".join(addresses(host, port, grpc_port)), flush=True)
-
-
-def addresses(host: str, port: int, grpc_port: int | None) -> list[str]:
-    """What to open, a line each. The address "any" is shown as this machine's loopback."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    if ":" in shown:
-        shown = f"[{shown}]"
-    lines = [
-        "spec-serve is ready",
-        f"  WebSocket  ws://{shown}:{port}/v1/stream",
-        f"  health     http://{shown}:{port}/health",
-    ]
-    if grpc_port is not None:
-        lines.append(f"  gRPC       {shown}:{grpc_port}")
-    return lines
+    print("\n".join(["spec-serve is ready", *(f"  {line}" for line in addresses)]), flush=True)

@@ -19,6 +19,7 @@ import pytest
 from spec_serve.api import cli, cli_engine, cli_serve, logs
 from spec_serve.api.cli_flags import Parser, add_settings, read_settings
 from spec_serve.api.ports import taken
+from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.settings import SETTINGS
 
 
@@ -101,16 +102,31 @@ def test_ports_that_clash_or_are_free() -> None:
     assert "host: 'no.such.host.invalid'" in str(taken("no.such.host.invalid", {"port": 4000}))
 
 
-def test_what_to_open() -> None:
-    assert cli_serve.addresses("0.0.0.0", 8000, 50051)[1:] == [
-        "  WebSocket  ws://127.0.0.1:8000/v1/stream",
-        "  health     http://127.0.0.1:8000/health",
-        "  gRPC       127.0.0.1:50051",
-    ]
-    assert cli_serve.addresses("::1", 1, None)[1:] == [
-        "  WebSocket  ws://[::1]:1/v1/stream",
-        "  health     http://[::1]:1/health",
-    ]
+def test_serve_hands_the_engine_to_the_server_and_says_what_to_open(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    root_logger: logging.Logger,
+) -> None:
+    from spec_serve.api import server
+
+    engine, tokenizer = object(), object()
+    seen: list[object] = []
+
+    def run_server(*parts: object) -> int:
+        seen.extend(parts[:3])
+        told = parts[3]
+        assert callable(told)
+        told(["ws://here", "grpc there"])
+        return 7
+
+    monkeypatch.setattr(cli_serve, "open_engine", lambda settings: (engine, tokenizer))
+    monkeypatch.setattr(server, "run_server", run_server)
+    argv = ["--target", "m", "--port", "0", "--grpc-port", "off", "--quiet", "--drain-s", "2"]
+    assert cli.main(argv) == 7
+    assert seen[:2] == [engine, tokenizer]
+    assert seen[2] == ServeSettings(port=0, grpc_port=None, model_name="m", drain_s=2.0)
+    assert capsys.readouterr().out == "spec-serve is ready\n  ws://here\n  grpc there\n"
+    assert root_logger.level == logging.WARNING
 
 
 def test_config_show_tells_origins(

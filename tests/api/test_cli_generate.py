@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,8 @@ def test_an_interrupt_ends_the_request_and_shows_what_there_is(
     def interrupted(self: Engine) -> list[Event]:
         nonlocal calls
         calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
+        if calls == 3:
+            signal.raise_signal(signal.SIGINT)
         return step(self)
 
     monkeypatch.setattr(Engine, "step", interrupted)
@@ -229,6 +230,7 @@ def test_an_interrupt_ends_the_request_and_shows_what_there_is(
     held = json.loads(capsys.readouterr().out)
     assert held["finish_reason"] == "cancelled"
     assert held["token_ids"] == expected(TOKENS.encode(PROMPT), 3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_source_of_a_step() -> None:
