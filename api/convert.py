@@ -161,9 +161,10 @@ def to_request(
 
 def _encode(name: str, tokenizer: TextTokens, text: str, bos: bool | None = None) -> list[int]:
     try:
-        return tokenizer.encode(text, bos=bos)
+        text.encode()  # asked here, as tokenizers each raise something else
     except UnicodeEncodeError:
         raise RequestError(name, "holds half a surrogate pair, which no encoding has") from None
+    return tokenizer.encode(text, bos=bos)
 
 
 def _prompt(wire: Generate, tokenizer: TextTokens) -> list[int]:
