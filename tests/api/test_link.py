@@ -1,0 +1,258 @@
+"""The engine's thread beside the loop: order, one hop per step, death, and who is told what.
+
+A fake engine publishes what a test hands it; nothing here loads a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import queue
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from spec_serve.api.link import SWITCH_INTERVAL, ThreadLink
+from spec_serve.spec.admission import EngineInfo
+from spec_serve.spec.request import (
+    Event,
+    Finished,
+    Request,
+    RequestError,
+    RequestTimings,
+    Started,
+    Usage,
+)
+from spec_serve.spec.stats import EngineStats
+
+INFO = EngineInfo("tiny", "none", 10, 64, 64, 4, "float32", "cpu", 0, ())
+
+
+class Handed:
+    """Publishes the lists of events put into `steps`; None ends it, an exception is raised."""
+
+    info = INFO
+
+    def __init__(self) -> None:
+        self.steps: queue.Queue[list[Event] | Exception | None] = queue.Queue()
+        self.submitted: list[str] = []
+        self.cancelled: list[str] = []
+        self.refuse: RequestError | None = None
+        self.thread: int | None = None
+        self.drained = False
+
+    def validate(self, request: Request) -> None:
+        return None
+
+    def submit(self, request: Request) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.submitted.append(request.id)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def run(self, publish: Callable[[list[Event]], None]) -> None:
+        self.thread = threading.get_ident()
+        while (step := self.steps.get()) is not None:
+            if isinstance(step, Exception):
+                raise step
+            publish(step)
+
+    def drain(self) -> None:
+        self.drained = True
+
+    def stop(self) -> None:
+        self.steps.put(None)
+
+    def idle(self) -> bool:
+        return True
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=7)
+
+
+def started(request: Request, index: int = 0) -> Started:
+    return Started(request, index, 0, 0.0)
+
+
+def finished(request: Request, index: int = 0) -> Finished:
+    usage, timings = Usage(1, 0, 0), RequestTimings(0, 0, 0, 0)
+    return Finished(request, index, "stop", None, usage, timings)
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+def in_loop(test: Callable[[Handed, ThreadLink], Awaitable[None]]) -> Handed:
+    """Run a test with a started link, and stop it afterwards."""
+    engine = Handed()
+
+    async def whole() -> None:
+        link = ThreadLink(engine)
+        link.start()
+        try:
+            await test(engine, link)
+        finally:
+            assert await link.stop()
+        assert not link.alive
+
+    asyncio.run(whole())
+    return engine
+
+
+def test_events_reach_their_sinks_in_order_in_the_loops_thread() -> None:
+    async def test(engine: Handed, link: ThreadLink) -> None:
+        seen: list[tuple[str, type, int]] = []
+
+        def sink(event: Event) -> None:
+            seen.append((event.request.id, type(event), threading.get_ident()))
+
+        one, two = (Request(id, [1], sink=sink) for id in ("one", "two"))
+        for request in (one, two):
+            link.submit(request)
+        assert engine.submitted == ["one", "two"] and not link.idle()
+        engine.steps.put([started(one), started(two)])
+        engine.steps.put([finished(two), finished(one)])
+        await until(link.idle)
+        here = threading.get_ident()
+        assert seen == [
+            ("one", Started, here), ("two", Started, here),
+            ("two", Finished, here), ("one", Finished, here),
+        ]  # fmt: skip
+        assert engine.thread not in (None, here)
+        assert link.stats().steps == 7
+
+    in_loop(test)
+
+
+def test_one_hop_per_step() -> None:
+    async def test(engine: Handed, link: ThreadLink) -> None:
+        loop = asyncio.get_running_loop()
+        hops: list[object] = []
+        real = loop.call_soon_threadsafe
+
+        def counted(callback: Callable[..., object], *args: Any, **kwargs: Any) -> asyncio.Handle:
+            hops.append(callback)
+            return real(callback, *args, **kwargs)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
+        requests = [Request(str(i), [1], sink=lambda event: None) for i in range(50)]
+        for request in requests:
+            link.submit(request)
+        engine.steps.put([started(r) for r in requests])
+        engine.steps.put([finished(r) for r in requests])
+        await until(link.idle)
+        loop.call_soon_threadsafe = real  # type: ignore[method-assign]
+        assert len(hops) == 2
+
+    in_loop(test)
+
+
+def test_a_request_is_live_until_its_last_choice_ends() -> None:
+    async def test(engine: Handed, link: ThreadLink) -> None:
+        request = Request("r", [1], n=2)
+        link.submit(request)
+        with pytest.raises(RequestError) as caught:
+            link.submit(Request("r", [1]))
+        assert caught.value.code == "duplicate_id"
+        engine.steps.put([finished(request, 1)])
+        other = Request("other", [1])
+        link.submit(other)
+        engine.steps.put([finished(other)])
+        await until(lambda: len(link._live) == 1)
+        assert not link.idle()
+        engine.steps.put([finished(request, 0)])
+        await until(link.idle)
+        link.submit(Request("r", [1]))  # the id is free again
+
+    in_loop(test)
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    async def test(engine: Handed, link: ThreadLink) -> None:
+        engine.refuse = RequestError("", "full", "overloaded")
+        with pytest.raises(RequestError):
+            link.submit(Request("r", [1]))
+        assert link.idle()
+        engine.refuse = None
+        link.submit(Request("r", [1]))
+
+    in_loop(test)
+
+
+def test_one_sinks_trouble_is_not_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(engine: Handed, link: ThreadLink) -> None:
+        def bad(event: Event) -> None:
+            raise RuntimeError("broken")
+
+        seen: list[Event] = []
+        one, two = Request("one", [1], sink=bad), Request("two", [1], sink=seen.append)
+        link.submit(one)
+        link.submit(two)
+        engine.steps.put([started(one), started(two)])
+        await until(lambda: seen)
+        assert engine.cancelled == ["one"]
+
+    in_loop(test)
+    assert "broken" in caplog.text
+
+
+def test_cancel_and_drain_reach_the_engine() -> None:
+    async def test(engine: Handed, link: ThreadLink) -> None:
+        for name in ("a", "b"):
+            link.submit(Request(name, [1]))
+        link.cancel("a")
+        assert engine.cancelled == ["a"]
+        link.cancel_all()
+        assert engine.cancelled == ["a", "a", "b"]
+        link.drain()
+        assert engine.drained
+
+    in_loop(test)
+
+
+def test_the_engines_death_is_told_to_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Handed()
+
+    async def whole() -> None:
+        dead = asyncio.Event()
+        link = ThreadLink(engine, dead.set)
+        with pytest.raises(RequestError):
+            link.submit(Request("early", [1]))
+        link.start()
+        seen: list[Event] = []
+        request = Request("r", [1], n=2, sink=seen.append)
+        link.submit(request)
+        engine.steps.put([finished(request, 0)])
+        engine.steps.put(RuntimeError("out of luck"))
+        async with asyncio.timeout(10):
+            await dead.wait()
+        ends = [event for event in seen if isinstance(event, Finished)]
+        assert [(end.index, end.reason) for end in ends] == [(0, "stop"), (1, "error")]
+        assert ends[1].error is not None and ends[1].error.code == "engine_error"
+        assert "luck" not in str(ends[1].error)
+        assert link.idle() and not link.alive
+        with pytest.raises(RequestError):
+            link.submit(Request("late", [1]))
+        assert await link.stop()
+
+    asyncio.run(whole())
+    assert "out of luck" in caplog.text
+
+
+def test_the_switch_interval_is_short_while_it_runs_and_put_back() -> None:
+    before = sys.getswitchinterval()
+
+    async def test(engine: Handed, link: ThreadLink) -> None:
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
+        assert gc.get_freeze_count() > 0
+
+    in_loop(test)
+    assert sys.getswitchinterval() == before and gc.get_freeze_count() == 0
