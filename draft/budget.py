@@ -49,13 +49,19 @@ class CostCurve:
         return table[n] if n < len(table) else table[-1] * n / (len(table) - 1)
 
     def observe(self, n: int, ms: float) -> None:
-        """A live forward over n nodes took ms. Outliers count as a factor of two at most."""
+        """A live forward over n nodes took ms.
+
+        Follows the low end of what is seen: other work on the machine only ever makes a step
+        slower, and a size that happened to meet it must not look dear for long. One timing counts
+        as a factor of two at most.
+        """
         if n < 1 or n > self._sizes[-1] or ms <= 0:
             return
         ratio = min(max(ms / self.at(n), 0.5), 2.0) - 1.0
+        weight = 0.2 if ratio < 0 else 0.04
         nearest = min(range(len(self._sizes)), key=lambda i: abs(self._sizes[i] - n))
         for i in range(len(self._ms)):
-            self._ms[i] *= 1.0 + ratio * (0.08 if i == nearest else 0.02)
+            self._ms[i] *= 1.0 + ratio * (weight if i == nearest else weight / 4)
         self._seen += 1
         if self._seen % 16 == 0:
             self._rebuild()
