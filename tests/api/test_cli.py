@@ -32,7 +32,7 @@ def root_logger() -> Iterator[logging.Logger]:
     root.setLevel(level)
 
 
-@pytest.mark.parametrize("name", ["serve", "config"])
+@pytest.mark.parametrize("name", [*cli.COMMANDS])
 def test_help_of_every_command_needs_no_torch(name: str) -> None:
     code = (
         "import sys\n"
