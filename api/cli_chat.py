@@ -18,7 +18,7 @@ from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings, 
 from spec_serve.api.cli_generate import run, show, summary
 from spec_serve.api.cli_prompt import add_sampling, make_wire
 from spec_serve.api.messages import BadMessage
-from spec_serve.api.settings import ENGINE_GROUPS, OUTPUT, SettingError
+from spec_serve.api.settings import ENGINE_GROUPS, PROCESS, SettingError
 
 if TYPE_CHECKING:
     from spec_serve.spec.completion import Completion
@@ -34,7 +34,7 @@ def parser() -> Parser:
     made = Parser("spec-serve chat", "Talk to a model. Greedy unless --temperature is given.", HELP)
     made.add_argument("--system", metavar="TEXT", help="begin with this system message")
     add_sampling(made, None)
-    add_settings(made, (*ENGINE_GROUPS, OUTPUT))
+    add_settings(made, (*ENGINE_GROUPS, PROCESS))
     return made
 
 

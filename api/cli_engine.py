@@ -118,8 +118,12 @@ def open_engine(settings: Settings) -> tuple[Engine, Tokenizer]:
     """Load what the settings name. Raises ValueError (SettingError, ModelNotFound, ...) or OSError
     for what a user can mend."""
     fields = settings.engine_fields()
+    import torch
+
     from spec_serve.spec.assemble import EngineOptions
     from spec_serve.spec.load import build_engine
 
+    if settings["threads"]:
+        torch.set_num_threads(settings["threads"])
     with progress(bool(settings["quiet"])) as told:
         return build_engine(EngineOptions(**fields), told)

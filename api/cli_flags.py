@@ -12,9 +12,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from spec_serve.api.settings import ENGINE_GROUPS, OUTPUT, SERVER, SETTINGS, Settings, settle
+from spec_serve.api.settings import (
+    ENGINE_GROUPS,
+    LOGGING,
+    PROCESS,
+    SERVER,
+    SETTINGS,
+    Settings,
+    settle,
+)
 
-ALL_GROUPS = (*ENGINE_GROUPS, SERVER, OUTPUT)
+ALL_GROUPS = (*ENGINE_GROUPS, SERVER, LOGGING, PROCESS)
 USAGE_ERROR = 2
 
 

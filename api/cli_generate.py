@@ -24,7 +24,7 @@ from spec_serve.api.cli_prompt import (
     read_prompt,
 )
 from spec_serve.api.messages import BadMessage
-from spec_serve.api.settings import ENGINE_GROUPS, OUTPUT, SettingError
+from spec_serve.api.settings import ENGINE_GROUPS, PROCESS, SettingError
 
 if TYPE_CHECKING:
     from spec_serve.api.convert import Prepared
@@ -61,7 +61,7 @@ def parser() -> Parser:
         "--logprobs", type=int, metavar="K",
         help="with --json: log-probability of each token and of the K most probable",
     )  # fmt: skip
-    add_settings(made, (*ENGINE_GROUPS, OUTPUT))
+    add_settings(made, (*ENGINE_GROUPS, PROCESS))
     return made
 
 

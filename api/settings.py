@@ -64,7 +64,7 @@ class Setting:
 
 
 MODEL, MEMORY, SPECULATION = "model", "memory and batching", "speculation"
-SERVER, OUTPUT = "server", "output"
+SERVER, LOGGING, PROCESS = "server", "logging", "process"
 ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION)
 
 SETTINGS: tuple[Setting, ...] = (
@@ -117,9 +117,13 @@ SETTINGS: tuple[Setting, ...] = (
         "seconds running requests get to finish after SIGTERM", "S", low=0, high=86400,
     ),
     Setting(
-        "log-format", OUTPUT, "text", "text", "form of the log lines", choices=("text", "json")
+        "log-format", LOGGING, "text", "text", "form of the log lines", choices=("text", "json")
     ),
-    Setting("quiet", OUTPUT, "switch", False, "no progress, warnings only"),
+    Setting(
+        "threads", PROCESS, "whole", 0, "processor threads to compute with; 0 = one per core", "N",
+        low=0, high=4096,
+    ),
+    Setting("quiet", PROCESS, "switch", False, "no progress, warnings only"),
 )  # fmt: skip
 BY_KEY = {setting.key: setting for setting in SETTINGS}
 

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from spec_serve.api import cli, cli_engine, cli_serve, logs
 from spec_serve.api.cli_flags import Parser, add_settings, read_settings
 from spec_serve.api.ports import taken
 from spec_serve.api.server_settings import ServeSettings
-from spec_serve.api.settings import SETTINGS
+from spec_serve.api.settings import SETTINGS, settle
 
 
 @pytest.fixture
@@ -157,6 +158,30 @@ def test_repeated_flags_make_a_list() -> None:
     add_settings(parser)
     given = parser.parse_args(["--allow-origins", "a", "--allow-origins", "b"])
     assert read_settings(given, {})["allow-origins"] == ("a", "b")
+
+
+def test_the_engine_gets_its_options_and_torch_its_threads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from spec_serve.spec import load
+    from spec_serve.spec.assemble import EngineOptions
+
+    seen: list[object] = []
+
+    def build_engine(options: EngineOptions, told: cli_engine.Told) -> tuple[str, str]:
+        told("target", 0.0)
+        seen.append(options)
+        return "engine", "tokenizer"
+
+    monkeypatch.setattr(load, "build_engine", build_engine)
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    settings = settle({"target": "m", "threads": "3", "max-rows": "5"}, {})
+    assert cli_engine.open_engine(settings) == ("engine", "tokenizer")
+    assert seen == [3, EngineOptions("m", max_rows=5)]
+    assert capsys.readouterr().err == "spec-serve: loading the target\n"
+    cli_engine.open_engine(settle({"target": "m", "quiet": "true"}, {}))
+    assert seen[2:] == [EngineOptions("m")]
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
