@@ -15,8 +15,10 @@ from torch import Tensor
 
 from spec_serve.target.gguf import GGML_TYPES
 
-PIECE = 1 << 20
-"""Weights decoded at a time: 4 MB of float32, which the caches of a server's cores still hold."""
+PIECE = 1 << 15
+"""Weights decoded at a time. Up to this size torch runs an operation on the calling thread; beyond
+it a dozen short operations per piece would each wait for all threads, which on a busy machine makes
+loading tens of times slower."""
 
 PLAIN = {
     "F64": torch.float64,
