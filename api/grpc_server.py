@@ -20,7 +20,7 @@ from spec_serve.api import messages as m
 from spec_serve.api.generation import Outbox, failure
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
-from spec_serve.api.service import Service
+from spec_serve.api.service import Service, shown_name
 from spec_serve.api.text import TextStream
 from spec_serve.api.version import __version__
 from spec_serve.spec.request import RequestError
@@ -153,8 +153,8 @@ class SpecServe(pb_grpc.SpecServeServicer):
         info = self._service.link.info
         return pb.Model(
             id=self._service.model,
-            target=info.model,
-            draft=info.draft,
+            target=shown_name(info.model),
+            draft=shown_name(info.draft),
             max_context=info.max_context,
             vocab_size=info.vocab_size,
             dtype=info.dtype,

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from spec_serve.api import messages as m
@@ -25,6 +26,11 @@ PREPARE_S = 10.0
 MAX_GENERATIONS = 32  # at once on one WebSocket
 
 
+def shown_name(model: str) -> str:
+    """What clients see of a target or draft: of a path only its last part."""
+    return PurePath(model).name if PurePath(model).is_absolute() or Path(model).exists() else model
+
+
 class Service:
     """The served model, as transports see it. All methods belong to the loop's thread."""
 
@@ -36,8 +42,9 @@ class Service:
         defaults: SamplingDefaults = GREEDY,
     ) -> None:
         self.link, self.tokenizer, self.defaults = link, tokenizer, defaults
-        self.model = model or link.info.model
-        self.models = tuple(dict.fromkeys((self.model, link.info.model)))
+        # Clients see a name, never where files lie.
+        self.model = model or shown_name(link.info.model)
+        self.models = (self.model,)
         self.started = time.monotonic()
         self.draining = False
         self._pool = ThreadPoolExecutor(2, "tokenize")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import secrets
 import time
@@ -29,17 +30,29 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 WRONG_FRAME, BAD_MESSAGE, SLOW, RESTART = 1003, 4400, 4408, 1012
+MAX_UNREAD = 64  # answers waiting for a client that goes on talking
 MAX_BAD = 100  # messages nobody understands, before the socket is closed
 
 
 def origin_allowed(origin: str | None, host: str, allowed: tuple[str, ...]) -> bool:
     """Whether a page from `origin` may connect; programs send no origin and may.
 
-    Without this any web page could drive a server on its reader's machine.
+    Without this any web page could drive a server on its reader's machine. A page of the server's
+    own counts only under an address or "localhost": behind another name may stand a foreign page
+    whose name was made to point here (DNS rebinding); such names belong into `allowed`.
     """
     if origin is None or "*" in allowed or origin in allowed:
         return True
-    return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
+    if not host or urlsplit(origin).netloc.lower() != host.lower():
+        return False
+    name = urlsplit(f"//{host}").hostname or ""
+    if name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -60,6 +73,7 @@ class Socket:
         self._control: list[m.Server] = []
         self._running: dict[str, Generation | None] = {}  # None: still being prepared
         self._starting: set[asyncio.Task[None]] = set()
+        self._flushed = asyncio.Event()
         self._close: int | None = None
         self._bad = 0
 
@@ -86,9 +100,7 @@ class Socket:
     async def serve(self, receive: Receive) -> None:
         """Until either side closes."""
         self.say(
-            m.Hello(
-                secrets.token_hex(8), __version__, MAX_GENERATIONS, list(self._service.models[:1])
-            )
+            m.Hello(secrets.token_hex(8), __version__, MAX_GENERATIONS, list(self._service.models))
         )
         tasks = [
             asyncio.create_task(work)
@@ -110,6 +122,9 @@ class Socket:
 
     async def _read(self, receive: Receive) -> None:
         while True:
+            while len(self._control) > MAX_UNREAD:  # who does not read is not read from
+                self._flushed.clear()
+                await self._flushed.wait()
             event = await receive()
             if event["type"] == "websocket.disconnect":
                 return
@@ -199,6 +214,7 @@ class Socket:
                         await send({"type": "websocket.send", "text": frame.decode()})
                     else:
                         await send({"type": "websocket.send", "bytes": frame})
+            self._flushed.set()
             if self._close is not None:
                 await send({"type": "websocket.close", "code": self._close})
                 return

@@ -19,6 +19,7 @@ from spec_serve.api import messages as m
 from spec_serve.api.client import Client, ConnectionLost, ServerError
 from spec_serve.api.server import Server
 from spec_serve.api.server_settings import ServeSettings
+from spec_serve.api.websocket import origin_allowed
 from tests.api.echo import ByteTokens, Echo
 
 CODECS = (m.JSON, m.MSGPACK)
@@ -313,6 +314,23 @@ def test_pages_from_elsewhere_may_not_connect() -> None:
     uvloop.run(go())
 
 
+def test_whose_pages_may_connect() -> None:
+    here = "127.0.0.1:8000"
+    assert origin_allowed(None, here, ())
+    assert origin_allowed("http://127.0.0.1:8000", here, ())
+    assert origin_allowed("http://localhost:8000", "localhost:8000", ())
+    assert origin_allowed("http://[::1]:8000", "[::1]:8000", ())
+    assert not origin_allowed("http://127.0.0.1:8001", here, ())
+    assert not origin_allowed("null", here, ())
+    assert not origin_allowed("http://localhost", "", ())
+    # A foreign name that was made to point here.
+    assert not origin_allowed("http://evil.example:8000", "evil.example:8000", ())
+    allowed = ("https://chat.example",)
+    assert origin_allowed("https://chat.example", "chat.example", allowed)
+    assert not origin_allowed("https://chat.example.evil", here, allowed)
+    assert origin_allowed("http://anything", here, ("*",))
+
+
 def get(url: str, method: str = "GET") -> tuple[int, Any]:
     request = urllib.request.Request(url, method=method)
     try:
@@ -393,6 +411,27 @@ def test_an_engine_that_dies_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
     uvloop.run(go())
     assert "the engine stopped" in caplog.text
+
+
+def test_who_does_not_read_is_not_read_from() -> None:
+    async def flood(socket: Any) -> None:
+        frame = m.Codec(m.JSON).encode(m.Ping(1.0)).decode()
+        while True:
+            await socket.send(frame)
+
+    async def go() -> None:
+        async with served() as (server, url):
+            deaf = await connect(url, subprotocols=[m.JSON], max_queue=1)  # type: ignore[list-item]
+            task = asyncio.create_task(flood(deaf))
+            await until(lambda: any(len(s._control) > 64 for s in server.app.sessions))
+            await asyncio.sleep(0.2)
+            (session,) = server.app.sessions
+            assert len(session._control) == 65 and not task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            deaf.transport.abort()
+
+    uvloop.run(go())
 
 
 def test_a_slow_reader_is_cut_off_and_disturbs_nobody() -> None:
