@@ -92,7 +92,7 @@ def _convert(parser: Parser, argv: Sequence[str]) -> None:
     given = parser.parse_args(argv)
     from spec_serve.target.convert import convert_to_safetensors
 
-    convert_to_safetensors(given.source, given.out)
+    convert_to_safetensors(given.source, given.out, lambda name: say(f"converting {name}"))
     print(given.out)
 
 

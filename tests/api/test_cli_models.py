@@ -1,20 +1,23 @@
 """`spec-serve models`: what is listed, fetched, removed, converted and described.
 
 Uses a model cache of its own and fetches nothing; how models are fetched is tested in tests/target.
+One model is converted, described and run as a user would.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from spec_serve.api import cli
 from spec_serve.api.cli_models import shown, size_text
 from spec_serve.target import hub
+from tests.tiny import write_tiny_model_dir
 
 SHORT = "smollm2-135m-instruct"
 
@@ -84,17 +87,36 @@ def test_pull_prints_where_the_model_is(
     assert seen == [("a", True), ("b", True), ("bad", False)]
 
 
-def test_convert_gets_both_folders(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_converted_model_is_described_and_answers_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[tuple[Path, Path]] = []
-    fake = ModuleType("spec_serve.target.convert")
-    fake.convert_to_safetensors = lambda *paths: seen.append(paths)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "spec_serve.target.convert", fake)
-    source, out = tmp_path / "in", tmp_path / "out"
-    assert cli.main(["models", "convert", str(source), str(out)]) == 0
-    assert seen == [(source, out)]
-    assert capsys.readouterr().out == f"{out}\n"
+    made, bins, out = write_tiny_model_dir(tmp_path / "m"), tmp_path / "bins", tmp_path / "out"
+    shutil.copytree(made, bins)
+    torch.save(load_file(made / "model.safetensors"), bins / "pytorch_model.bin")
+    (bins / "model.safetensors").unlink()
+    assert cli.main(["models", "info", str(bins)]) == 1
+    assert "models convert" in capsys.readouterr().err
+    assert cli.main(["models", "convert", str(bins), str(out)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{out}\n"
+    assert "converting pytorch_model.bin" in captured.err
+    answers, described = [], []
+    for folder in (made, out):
+        assert cli.main(["models", "info", str(folder), "--json"]) == 0
+        described.append(json.loads(capsys.readouterr().out))
+        argv = ["--prompt", "the other", "--max-tokens", "8", "--ignore-eos", "--json", "--quiet"]
+        assert cli.main(["generate", "--target", str(folder), "--device", "cpu", *argv]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["token_ids"])
+    same = ("parameters", "layers", "architecture", "quantisation", "vocabulary")
+    assert [described[0][name] for name in same] == [described[1][name] for name in same]
+    assert described[0]["parameters"] == sum(
+        tensor.numel() for tensor in load_file(made / "model.safetensors").values()
+    )
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]
+    assert cli.main(["models", "info", str(made)]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["layers"], lines["context"]) == ("3", "1,024")
 
 
 @pytest.mark.parametrize("argv", [[], ["burn"], ["rm"], ["info"], ["convert", "a"]])
