@@ -136,11 +136,11 @@ class SavedTensors:
         root = names[0].removesuffix("data.pkl")
         size = self._path.stat().st_size
         for entry in self._archive.infolist():
-            if entry.file_size > size:
-                raise CheckpointError(f"{self._path}: {entry.filename} is larger than the file")
             # torch never compresses, and what is packed could be a bomb.
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise CheckpointError(f"{self._path}: {entry.filename} is compressed")
+            if entry.file_size > size:
+                raise CheckpointError(f"{self._path}: {entry.filename} is larger than the file")
         if self._archive.getinfo(names[0]).file_size > MAX_PICKLE:
             raise CheckpointError(f"{self._path}: its description is larger than {MAX_PICKLE}")
         order = f"{root}byteorder"
