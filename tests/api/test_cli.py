@@ -198,6 +198,31 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_progress_is_drawn_on_a_terminal_and_gone_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(ValueError, match="broken"), cli_engine.progress(quiet=False) as told:
+        told("target", 0.5)
+        raise ValueError("broken")
+    shown, last = "\x1b[?25l", "\x1b[?25h"  # the cursor is hidden while bars are drawn
+    assert terminal.getvalue().count(shown) == terminal.getvalue().count(last) == 1
+    assert "loading the target" in terminal.getvalue()
+    with cli_engine.progress(quiet=False) as told:
+        told("target", 0.0)
+        told("target", 1.0)
+        told("measuring", 0.0)
+        told("ready", 1.0)
+    assert terminal.getvalue().count(last) == 2
+    assert "\x1b[2Kspec-serve: loaded in " in terminal.getvalue().splitlines()[-1]
+
+
 def test_log_lines_are_json_or_text(root_logger: logging.Logger) -> None:
     stream = io.StringIO()
     logs.set_up("json", stream=stream)
