@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -68,6 +69,17 @@ def test_help_without_a_command_names_all_flags_and_commands(
 def test_a_wrong_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sreve"]) == 2
     assert "no command 'sreve'; did you mean serve?" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error_to_print() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; from spec_serve.api.cli import main; sys.exit(main(['config', 'show']))"
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code], stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
