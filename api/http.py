@@ -5,6 +5,7 @@ Routes are a plain table, so that more of them are more lines. Knows the service
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -12,6 +13,8 @@ import msgspec
 from spec_serve.api.service import Service
 from spec_serve.api.version import __version__
 from spec_serve.api.websocket import Receive, Scope, Send, Socket, stream
+
+log = logging.getLogger("spec_serve.http")
 
 Answer = tuple[int, dict[str, object]]
 STREAM_PATH = "/v1/stream"
@@ -30,16 +33,21 @@ class App:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = scope["type"]
-        if kind == "http":
+        try:
+            await self._serve(scope, receive, send)
+        except OSError:
+            pass  # the client is gone
+        except Exception:
+            # Said here, as uvicorn's own log is off: it has a traceback for every odd client.
+            log.exception("an HTTP request or WebSocket failed")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
             await self._answer(scope, send)
-        elif kind == "websocket":
-            if scope["path"] == STREAM_PATH:
-                await stream(
-                    self._service, self.sessions, self._allow_origins, scope, receive, send
-                )
-            else:
-                await send({"type": "websocket.close", "code": 1008})
+        elif scope["path"] == STREAM_PATH:
+            await stream(self._service, self.sessions, self._allow_origins, scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, send: Send) -> None:
         route = self._routes.get(scope["path"])

@@ -61,6 +61,10 @@ class EngineLink(Protocol):
     @property
     def alive(self) -> bool: ...
 
+    def validate(self, request: Request) -> None:
+        """Raises RequestError naming the field; from any thread, long for a long prompt."""
+        ...
+
     def submit(self, request: Request) -> None:
         """Raises RequestError; never blocks."""
         ...
@@ -117,6 +121,9 @@ class ThreadLink:
             gc.unfreeze()
         await asyncio.sleep(0)
         return not self._thread.is_alive()
+
+    def validate(self, request: Request) -> None:
+        self._engine.validate(request)
 
     def submit(self, request: Request) -> None:
         if not self.alive:

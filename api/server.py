@@ -217,7 +217,7 @@ def _uvicorn_config(app: App, settings: ServeSettings) -> uvicorn.Config:
         ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
-        log_level="warning",
+        log_level="critical",
         access_log=False,
         server_header=False,
         date_header=False,

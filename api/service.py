@@ -21,7 +21,7 @@ from spec_serve.spec.request import RequestError
 
 T = TypeVar("T")
 
-INLINE_CHARS = 2_000  # raw text up to here is tokenized on the loop: quicker than another thread
+INLINE_CHARS = 2_000  # raw text up to here is read on the loop: quicker than another thread
 PREPARE_S = 10.0
 MAX_GENERATIONS = 32  # at once on one WebSocket
 
@@ -62,7 +62,7 @@ class Service:
             raise RequestError("", "the server is shutting down", "draining")
 
         def work() -> Prepared:
-            return to_request(
+            made = to_request(
                 wire,
                 self.tokenizer,
                 defaults=self.defaults,
@@ -70,9 +70,13 @@ class Service:
                 request_id=request_id,
                 deadline=deadline,
             )
+            # `submit` checks again, but what is far too long is refused here, beside the loop.
+            self.link.validate(made.request)
+            return made
 
-        text = len(wire.prompt or "") + len(wire.speculation.prediction or "")
-        if wire.messages is None and text <= INLINE_CHARS:
+        size = len(wire.prompt or "") + len(wire.speculation.prediction or "")
+        size += len(wire.token_ids or ())
+        if wire.messages is None and size <= INLINE_CHARS:
             return work()
         return await self.aside(work)
 

@@ -1,0 +1,43 @@
+"""A server in this process around the echoing engine, and what tests of it share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from spec_serve.api import messages as m
+from spec_serve.api.client import Client
+from spec_serve.api.server import Server
+from spec_serve.api.server_settings import ServeSettings
+from tests.api.echo import ByteTokens, Echo
+
+CODECS = (m.JSON, m.MSGPACK)
+SETTINGS = ServeSettings(
+    port=0, grpc_port=None, model_name="echo", drain_s=5.0, generation_config={}
+)
+
+
+@asynccontextmanager
+async def served(engine: Echo | None = None) -> AsyncIterator[tuple[Server, str]]:
+    server = Server(engine or Echo(), ByteTokens(), SETTINGS)
+    try:
+        await server.start()
+        yield server, server.addresses()[0]
+    finally:
+        await server.close()
+
+
+async def collect(client: Client, **request: Any) -> tuple[str, list[Any]]:
+    events = [event async for event in client.generate(**request)]
+    text = "".join(event.text for event in events if isinstance(event, m.Delta))
+    return text, events
+
+
+async def until(holds: Any) -> None:
+    for _ in range(500):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not come true in 5 s")
