@@ -1,0 +1,217 @@
+"""A real `spec-serve` process, and one way to ask it over each transport; for whole-server tests.
+
+Answers come in one form whatever carried them, so that they can be compared. Imported by tests
+only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
+
+from spec_serve.api import messages as m
+from spec_serve.api.client import Client
+from spec_serve.api.proto import specserve_pb2 as pb
+from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+
+CONTEXT = 160
+TRANSPORTS = (m.JSON, m.MSGPACK, "grpc")
+MODES = {"auto": pb.Speculation.AUTO, "off": pb.Speculation.OFF, "max": pb.Speculation.MAX}
+
+
+@dataclasses.dataclass
+class Server:
+    """A running process and its addresses."""
+
+    process: subprocess.Popen[str]
+    ws: str
+    grpc: str
+    health: str
+    log: Path
+
+    def stats(self) -> Any:
+        with grpc.insecure_channel(self.grpc) as channel:
+            stub: Any = pb_grpc.SpecServeStub(channel)
+            return stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10).stats
+
+    def wait_idle(self, within_s: float = 20.0) -> Any:
+        """Wait until nothing runs or waits; the counters then."""
+        end = time.monotonic() + within_s
+        while (now := self.stats()).running or now.waiting:
+            assert time.monotonic() < end, now
+            time.sleep(0.05)
+        return now
+
+
+@contextmanager
+def start(model: Path, log: Path, *flags: str) -> Iterator[Server]:
+    """`spec-serve` on free ports; its log goes to a file, so that no pipe can fill up."""
+    command = [
+        sys.executable, "-P", "-m", "spec_serve.api.cli", "--target", str(model),
+        "--draft", str(model), "--model-name", "tiny", "--port", "0", "--grpc-port", "0",
+        "--kv-tokens", "2048", "--max-rows", "4", "--max-context", str(CONTEXT), "--quiet",
+        "--max-nodes", "8", *flags,
+    ]  # fmt: skip
+    # Threads of several processes would wait for each other on a machine of few cores.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SPEC_SERVE_")}
+    with log.open("w") as stderr, subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True,
+        env=env | {"OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline().strip() for _ in range(4)]
+            assert lines[0] == "spec-serve is ready", log.read_text()
+            found = dict(line.split("://", 1) for line in lines[1:])
+            yield Server(
+                process, "ws://" + found["ws"], found["grpc"], "http://" + found["http"], log
+            )
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@dataclasses.dataclass
+class Got:
+    """An answer, whatever carried it."""
+
+    text: str
+    ids: list[int]
+    reason: str
+    matched: int | str | None
+    counted: int
+    drafted: int
+    accepted: int
+    chunks: list[str]
+
+    @property
+    def told(self) -> tuple[str, list[int], str, int | str | None, int]:
+        return self.text, self.ids, self.reason, self.matched, self.counted
+
+
+async def ask_socket(client: Client, **fields: Any) -> Got:
+    events = [event async for event in client.generate(ids=True, **fields)]
+    assert [event.seq for event in events] == list(range(len(events)))
+    deltas = [event for event in events if isinstance(event, m.Delta)]
+    last = events[-1]
+    assert isinstance(events[0], m.Started) and isinstance(last, m.Finished)
+    summary = last.speculation
+    assert summary is not None
+    return Got(
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.ids],
+        last.reason, last.matched, last.usage.completion_tokens,
+        summary.drafted, summary.accepted, [delta.text for delta in deltas],
+    )  # fmt: skip
+
+
+def to_proto(**fields: Any) -> pb.GenerateRequest:
+    """The same request as protobuf has it."""
+    stop = pb.Stop(
+        min_tokens=fields.get("min_tokens", 0), strings=fields.get("stop", []),
+        token_ids=fields.get("stop_token_ids", []), ignore_eos=fields.get("ignore_eos", False),
+    )  # fmt: skip
+    if "max_tokens" in fields:
+        stop.max_tokens = fields["max_tokens"]
+    sampling = dict(fields.get("sampling", {}))
+    bias = {int(token): value for token, value in sampling.pop("logit_bias", {}).items()}
+    request = pb.GenerateRequest(
+        sampling=pb.Sampling(logit_bias=bias, **sampling),
+        stop=stop,
+        output=pb.Output(token_ids=True),
+        speculation=pb.Speculation(mode=MODES[fields.get("speculation", {}).get("mode", "auto")]),
+    )
+    if "prompt" in fields:
+        request.prompt = fields["prompt"]
+    if "token_ids" in fields:
+        request.token_ids.ids[:] = fields["token_ids"]
+    if "messages" in fields:
+        request.chat.messages.extend(pb.Message(**turn) for turn in fields["messages"])
+        request.chat.SetInParent()
+    return request
+
+
+def ask_grpc(stub: Any, **fields: Any) -> Got:
+    """One generation by gRPC."""
+    events = list(stub.Generate(to_proto(**fields), timeout=60))
+    assert [event.seq for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.HasField("delta")]
+    last = events[-1].finished
+    kind = last.WhichOneof("matched")
+    return Got(
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        pb.Finished.Reason.Name(last.reason).lower(), getattr(last, kind) if kind else None,
+        last.usage.completion_tokens, last.speculation.drafted, last.speculation.accepted,
+        [delta.text for delta in deltas],
+    )  # fmt: skip
+
+
+def ask(server: Server, transport: str, **fields: Any) -> Got:
+    """One generation, `mode` of speculation as a plain word."""
+    if "mode" in fields:
+        fields["speculation"] = {"mode": fields.pop("mode")}
+    if transport == "grpc":
+        with grpc.insecure_channel(server.grpc) as channel:
+            return ask_grpc(pb_grpc.SpecServeStub(channel), **fields)
+
+    async def go() -> Got:
+        async with Client(server.ws, transport) as client:
+            return await ask_socket(client, **fields)
+
+    return asyncio.run(go())
+
+
+def refusal(server: Server, transport: str, **fields: Any) -> tuple[str, str, str]:
+    """Ask for what must be refused: (code, field, message). The server says it, not the client."""
+    if transport == "grpc":
+        with grpc.insecure_channel(server.grpc) as channel:
+            stub: Any = pb_grpc.SpecServeStub(channel)
+            try:
+                list(stub.Generate(to_proto(**fields), timeout=30))
+            except grpc.RpcError as error:
+                return from_status(error)
+    else:
+        codec = m.Codec(transport)
+        with connect(server.ws, subprotocols=[Subprotocol(transport)], proxy=None) as socket:
+            socket.recv()
+            frame = codec.encode({"type": "generate", "gen": "g", **fields})
+            socket.send(frame.decode() if codec.text else frame)
+            while True:
+                message = codec.server_message(socket.recv(30))
+                if isinstance(message, m.Error):
+                    assert message.gen == "g"
+                    return message.code, message.param or "", message.message
+                if isinstance(message, m.Finished):
+                    break
+    raise AssertionError(f"{fields} was served")
+
+
+def from_status(error: grpc.RpcError) -> tuple[str, str, str]:
+    """(code, field, message) out of a gRPC error's details."""
+    status = rpc_status.from_call(error)
+    assert status is not None
+    code = field = ""
+    for packed in status.details:
+        info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        if packed.Unpack(info):
+            assert info.domain == "specserve"
+            code = info.reason.lower()
+        elif packed.Unpack(bad):
+            (violation,) = bad.field_violations
+            field = violation.field
+    return code, field, str(status.message)
