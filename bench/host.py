@@ -56,7 +56,7 @@ def fake_engine(rows: int, device: FakeDevice, mode: Mode, max_nodes: int = 16) 
         CostCurve([(1, 10.0), (8, 12.0), (64, 40.0)]),
         None,
         None,
-        lambda row: lookups.sources(row.request.salt, row.tokens, ()),
+        lambda row: lookups.sources(row.request.salt, row.tokens, (), row.prompt_len),
         lookups.retired,
         mode,
         max_nodes,

@@ -52,11 +52,16 @@ class Lookups:
         self._store = store
         self._corpora = Corpora()
 
-    def sources(self, salt: str, tokens: Sequence[int], prediction: Sequence[int]) -> list[Source]:
-        """The sources of a row that begins with `tokens`; already told about them."""
+    def sources(
+        self, salt: str, tokens: Sequence[int], prediction: Sequence[int], prompt: int
+    ) -> list[Source]:
+        """The sources of a row that begins with `tokens`; already told about them.
+
+        prompt: how many of the tokens are the prompt, which `prediction` is no copy of.
+        """
         made: list[Source] = []
         if prediction:
-            made.append(Prediction(prediction, skip=len(tokens)))
+            made.append(Prediction(prediction, skip=prompt))
         made.append(Ngram())
         made.append(Continuations(self._store.cursor(salt)))
         made.append(Shared(self._corpora.of(salt)))

@@ -155,8 +155,9 @@ def make_rows(request: Request, info: EngineInfo, now: float, order: int) -> lis
     most = capacity(info) - len(request.prompt)
     limit = most if stopping.max_tokens is None else min(most, stopping.max_tokens)
     rows: list[Row] = []
+    # A model may name an end that its head has no row for; it can't be chosen anyway.
+    ends = frozenset(i for i in stopping.token_ids | stopping.eos if 0 <= i < info.vocab_size)
     for index in range(request.n):
-        ends = stopping.token_ids | stopping.eos
         state = RowSampling(
             sampling,
             choice_seed(seed, index),

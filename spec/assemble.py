@@ -107,7 +107,10 @@ def assemble(
     def sources(row: Row) -> list[Source]:
         if lookups is None:
             return []
-        return lookups.sources(row.request.salt, row.tokens, row.request.speculation.prediction)
+        asked = row.request
+        return lookups.sources(
+            asked.salt, row.tokens, asked.speculation.prediction, row.prompt_len
+        )
 
     mode: Mode = "off"
     if options.max_nodes and (lookup or drafter is not None):

@@ -193,6 +193,8 @@ class Builder:
             if not final:
                 continue
             emitting += 1
+            if not self._speculates(row):
+                continue  # a drafter with taps has grown a tree for it all the same
             if row.sources is None and row.device_tree is None:
                 continue
             if crowded and row.device_tree is None and row.rest:

@@ -38,6 +38,8 @@ from spec_serve.spec.step import Device, Job, Result, Scored
 
 log = logging.getLogger("spec_serve.engine")
 
+AHEAD = 8  # slots kept for each running row when another one is admitted
+
 
 class Engine:
     """Serves requests on one device. `info` says what it is; see the methods for its threads."""
@@ -58,7 +60,7 @@ class Engine:
         self.builder = builder
         self._device = device
         self._wake = threading.Condition()
-        self._inbox: deque[Request] = deque()
+        self._inbox: dict[str, list[Row]] = {}
         self._cancels: set[str] = set()
         self._live: dict[str, list[Row]] = {}
         self._pending = 0  # choices submitted and not finished, for the queue limit
@@ -67,6 +69,7 @@ class Engine:
         self._order = 0
         self._events: list[Event] = []
         self._timed: set[Row] = set()
+        self._suspects: list[Row] = []  # rows of a failed step, to be run one by one
         self._stats = EngineStats(kv_total=store.total)
 
     # ---- from any thread
@@ -76,24 +79,33 @@ class Engine:
         check_request(request, self.info, self.limits)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError at once if it is bad, or the engine full."""
+        """Queue a request. Raises RequestError at once if it is bad, or the engine full.
+
+        What else fails (the factory of its watch) is raised here too and leaves no trace.
+        """
         self.validate(request)
         with self._wake:
             if self._draining or self._stopped:
                 raise RequestError("", "the server is shutting down", "draining")
             if not self._has_room(request.n):
                 raise RequestError("", "too many requests are waiting", "overloaded")
-            if request.id in self._live or any(r.id == request.id for r in self._inbox):
+            if self._known(request.id):
                 raise RequestError("id", f"a request {request.id!r} is already running")
+            rows = make_rows(request, self.info, monotonic(), self._order)
+            self._inbox[request.id] = rows
+            self._order += request.n
             self._pending += request.n
-            self._inbox.append(request)
             self._wake.notify()
 
     def cancel(self, request_id: str) -> None:
         """End a request by the next step; unknown ids are ignored."""
         with self._wake:
-            self._cancels.add(request_id)
-            self._wake.notify()
+            if self._known(request_id):
+                self._cancels.add(request_id)
+                self._wake.notify()
+
+    def _known(self, request_id: str) -> bool:
+        return request_id in self._live or request_id in self._inbox
 
     def drain(self) -> None:
         """Take no new requests; those running and waiting finish."""
@@ -116,7 +128,9 @@ class Engine:
         """A copy of the counters."""
         stats = self._stats.copy()
         stats.running = len(self.scheduler.running)
-        stats.waiting = len(self.scheduler.waiting) + len(self._inbox)
+        with self._wake:
+            arriving = sum(map(len, self._inbox.values()))
+        stats.waiting = len(self.scheduler.waiting) + arriving
         stats.kv_used = self.store.total - self.store.available()
         return stats
 
@@ -145,11 +159,16 @@ class Engine:
         publish(self._take())
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run requests to their end in the calling thread, one Completion per choice in order."""
+        """Run requests to their end in the calling thread, one Completion per choice in order.
+
+        Raises RequestError before anything runs if one of them can't be served.
+        """
+        for request in requests:
+            self.validate(request)
         events: list[Event] = []
         left = deque(requests)
         while left or not self.idle():
-            while left and self._has_room(left[0].n):
+            while left and (self._has_room(left[0].n) or self.idle()):
                 self.submit(left.popleft())
             events += self.step()
         return collect(requests, events)
@@ -162,16 +181,18 @@ class Engine:
         begun = perf_counter()
         self._intake()
         self._admit()
-        job, rows = self._build()
-        if not rows:
-            return self._take()
-        built = perf_counter()
         try:
+            job, rows = self._build()
+            if not rows:
+                return self._take()
+            built = perf_counter()
             result = self._device.step(job)
         except Exception:
-            log.exception("a step failed; its newest request is dropped")
-            self._drop_newest(rows)
+            log.exception("a step failed")
+            self._step_failed()
             return self._take()
+        if self._suspects:
+            self._suspects.pop()  # it ran alone, and well
         ran = perf_counter()
         self._stats.host_us += int((built - begun) * 1e6)
         self._commit(rows, job, result, int((built - begun) * 1e6))
@@ -190,18 +211,14 @@ class Engine:
         """Turn new requests into waiting rows; end cancelled and overdue ones."""
         if self._inbox or self._cancels:
             with self._wake:
-                requests, cancels = list(self._inbox), set(self._cancels)
-                self._inbox.clear()
-                self._cancels.clear()
-                made = []
-                for request in requests:
-                    rows = make_rows(request, self.info, monotonic(), self._order)
-                    self._order += request.n
-                    self._live[request.id] = list(rows)
-                    made += rows
-            self.scheduler.waiting += made
-            self._stats.requests += len(requests)
-            self._timed |= {row for row in made if row.request.deadline is not None}
+                arrived, cancels = self._inbox, self._cancels
+                self._live |= arrived
+                self._inbox, self._cancels = {}, set()
+            self._stats.requests += len(arrived)
+            for rows in arrived.values():
+                self.scheduler.waiting += rows
+                if rows[0].request.deadline is not None:
+                    self._timed |= set(rows)
             for request_id in cancels:
                 for row in list(self._live.get(request_id, ())):
                     self._stats.aborted += 1
@@ -218,13 +235,14 @@ class Engine:
             return
         now = monotonic()
         while (row := self.scheduler.next_waiting(now)) is not None:
-            running = self.scheduler.running
-            reserve = sum(8 for _ in running)
+            # Asked first, as opening touches what matches and makes look-ups.
+            cached = self.store.matched(row.tokens, row.request.salt) if row.scored else 0
+            if not self._fits(row, cached):
+                return
             kv = self.builder.open(row)
             if kv is None:
                 return
-            need = len(row.tokens) - len(kv.tokens) + 2
-            if running and self.store.available() < need + reserve:
+            if not self._fits(row, len(kv.tokens)):  # what it matched can't be evicted any more
                 self.store.close(kv)
                 return
             row.kv = kv
@@ -237,15 +255,33 @@ class Engine:
                 self._events.append(Started(row.request, row.index, row.cached, queued))
             self.scheduler.admit(row)
 
+    def _fits(self, row: Row, cached: int) -> bool:
+        """True if there is room for a row beside what the running ones are about to need."""
+        running = self.scheduler.running
+        need = len(row.tokens) - cached + 2
+        for other in running:
+            assert other.kv is not None
+            need += len(other.tokens) - len(other.kv.tokens) + AHEAD
+        return not running or need <= self.store.available()
+
+    def _pick(self) -> list[tuple[Row, int]]:
+        """(row, given nodes) of the next step: one suspect alone, if there are any."""
+        picked = self.scheduler.pick(monotonic())
+        while self._suspects:
+            alone = [entry for entry in picked if entry[0] is self._suspects[-1]]
+            if alone:
+                return alone
+            self._suspects.pop()
+        return picked
+
     def _build(self) -> tuple[Job, list[Row]]:
         """The next job; preempts rows, youngest first, while there are not enough slots."""
         while True:
-            picked = self.scheduler.pick()
-            job, rows, starved = self.builder.build(picked)
+            job, rows, starved = self.builder.build(self._pick())
             if starved is None:
                 return job, rows
             self.builder.undo(rows)
-            victim = self.scheduler.youngest(besides=starved) or starved
+            victim = self.scheduler.youngest()
             if victim is starved and len(self.scheduler.running) == 1:
                 error = RequestError("", "the KV store is too small for this request", "overloaded")
                 self._finish(starved, "error", None, error)
@@ -255,60 +291,70 @@ class Engine:
             self.scheduler.put_back(victim)
 
     def _commit(self, rows: list[Row], job: Job, result: Result, host_us: int) -> None:
+        """Take over what the step found. What fails here costs the request it fails for only."""
         now = monotonic()
-        stats = self._stats
-        verify_us, draft_us, count = result.verify_us, result.draft_us, len(rows)
         for b, row in enumerate(rows):
-            path, bonus = result.paths[b], result.bonus[b]
-            twig = job.twigs[b]
-            tree = twig.tree
-            tokens = tree.tokens
-            given = tree.given
-            goes_on = job.next_tokens[b] >= 0
-            if not row.scored:
-                self._prompt_scores(row, result.prompt.get(b), not goes_on)
-            if goes_on:  # a prompt chunk: nothing was chosen
-                self.builder.commit(row, twig, [], job, b)
-                continue
-            new = [tokens[node] for node in path]
-            new.append(bonus)
-            if len(tokens) > given:
-                row.learn(self.builder.calibration, path, given)
-            if row.sources:
-                row.follow(self.builder.calibration, new)
-            taken, reason, matched = row.accept(new)
-            if taken < len(new):
-                del new[taken:]
-                path = path[:taken]
-            drafted = len(tokens) - given
-            accepted = min(len(path), taken)
-            self.builder.commit(row, twig, path, job, b)
-            row.device_tree = result.trees.get(b)
-            if row.first_token == 0.0:
-                row.first_token = now
-            row.last_token = now
-            row.steps += 1
-            stats.tokens_out += taken
-            stats.drafted += drafted
-            stats.accepted += accepted
-            lps = None
-            if row.request.logprobs is not None:
-                lps = _logprobs(result.logprobs.get(b, []), taken)
-            sources = self.builder.sources(row, path, given) if drafted else {}
-            record = StepRecord(
-                row.steps, drafted, accepted, sources, draft_us, verify_us, host_us, count,
-                list(tokens[given:]) if drafted else [],
-                [p - given for p in tree.parents[given:]] if drafted else [],
-            )  # fmt: skip
-            self._events.append(Delta(row.request, row.index, new, lps, record))
-            if reason is not None:
-                self._finish(row, reason, matched)
-            else:
-                if row.sources:
-                    for source in row.sources:
-                        source.extend(new)
-                if not row.shared:
-                    self.builder.share(row)
+            try:
+                self._commit_row(row, b, job, result, now, host_us)
+            except Exception:
+                log.exception("request %r failed", row.request.id)
+                self._fail(row)
+
+    def _commit_row(
+        self, row: Row, b: int, job: Job, result: Result, now: float, host_us: int
+    ) -> None:
+        path, bonus = result.paths[b], result.bonus[b]
+        twig = job.twigs[b]
+        tree = twig.tree
+        tokens = tree.tokens
+        given = tree.given
+        goes_on = job.next_tokens[b] >= 0
+        if not row.scored:
+            self._prompt_scores(row, result.prompt.get(b), not goes_on)
+        if goes_on:  # a prompt chunk: nothing was chosen
+            self.builder.commit(row, twig, [], job, b)
+            return
+        new = [tokens[node] for node in path]
+        new.append(bonus)
+        if len(tokens) > given:
+            row.learn(self.builder.calibration, path, given)
+        if row.sources:
+            row.follow(self.builder.calibration, new)
+        taken, reason, matched = row.accept(new)
+        if taken < len(new):
+            del new[taken:]
+            path = path[:taken]
+        drafted = len(tokens) - given
+        accepted = len(path)
+        self.builder.commit(row, twig, path, job, b)
+        row.device_tree = result.trees.get(b)
+        if row.first_token == 0.0:
+            row.first_token = now
+        row.last_token = now
+        row.steps += 1
+        stats = self._stats
+        stats.tokens_out += taken
+        stats.drafted += drafted
+        stats.accepted += accepted
+        lps = None
+        if row.request.logprobs is not None:
+            lps = _logprobs(result.logprobs.get(b, []), taken)
+        sources = self.builder.sources(row, path, given) if drafted else {}
+        record = StepRecord(
+            row.steps, drafted, accepted, sources, result.draft_us, result.verify_us, host_us,
+            len(job.twigs),
+            list(tokens[given:]) if drafted else [],
+            [p - given for p in tree.parents[given:]] if drafted else [],
+        )  # fmt: skip
+        self._events.append(Delta(row.request, row.index, new, lps, record))
+        if reason is not None:
+            self._finish(row, reason, matched)
+            return
+        if row.sources:
+            for source in row.sources:
+                source.extend(new)
+        if not row.shared:
+            self.builder.share(row)
 
     def _prompt_scores(self, row: Row, scored: Scored | None, last: bool) -> None:
         row.prompt_scored += _logprobs(scored or [], None)
@@ -337,6 +383,7 @@ class Engine:
         with self._wake:
             if not live:
                 del self._live[request.id]
+                self._cancels.discard(request.id)  # not meant for a later request of that name
             self._pending -= 1
         begun, first = row.admitted or monotonic(), row.first_token
         timings = RequestTimings(
@@ -352,16 +399,20 @@ class Engine:
         self._stats.finished += 1
         self._events.append(Finished(request, row.index, reason, matched, usage, timings, error))
 
-    def _drop_newest(self, rows: list[Row]) -> None:
-        """After a failed step: its newest row ends with an error, the others try again."""
-        self.builder.undo(rows)
-        newest = max(rows, key=lambda row: row.order)
+    def _step_failed(self) -> None:
+        """Find who is to blame: rows run alone next, and the one that fails alone is dropped."""
+        running = self.scheduler.running
+        self.builder.undo(running)
+        for row in running:
+            row.device_tree = None  # guesses may be the cause, and cost nothing to lose
+        suspects = self._suspects or list(running)
+        if len(suspects) == 1 or self._suspects:
+            self._fail(suspects.pop())
+        self._suspects = [row for row in suspects if row in running]
+
+    def _fail(self, row: Row) -> None:
         error = RequestError("", "the engine failed while serving this request", "engine_error")
-        self._finish(newest, "error", None, error)
-        for row in rows:
-            if row is not newest:
-                # The failed step may have written slots it had not reached before: run afresh.
-                row.device_tree = None
+        self._finish(row, "error", None, error)
 
 
 def _logprobs(scored: Scored, count: int | None) -> list[TokenLogprob]:

@@ -29,7 +29,7 @@ class Row:
     """
 
     __slots__ = (
-        "accepted_prediction", "admitted", "arrived", "cached", "cancelled", "candidates",
+        "accepted_prediction", "admitted", "arrived", "cached", "candidates",
         "device_tree", "drafted", "ends", "first_token", "guessed", "index", "kv", "last_token",
         "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
         "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
@@ -61,7 +61,6 @@ class Row:
         self.first_token = 0.0
         self.last_token = 0.0
         self.leader: Row | None = None
-        self.cancelled = False
         self.kv: RowKV | None = None
         self.cached = -1
         self.shared = False
@@ -134,7 +133,7 @@ class Row:
         drafter: the name of the device drafter, whose tree (if any) came with the last step.
         """
         candidates = Candidates()
-        if self.device_tree is not None:
+        if self.device_tree is not None and (allowed is None or drafter in allowed):
             tokens, parents, scores = self.device_tree
             trust = self.trust.get(drafter)
             factor = trust.factor if trust else 1.0

@@ -36,14 +36,7 @@ class Scheduler:
         ready = [row for row in self.waiting if row.leader is None or row.leader.shared]
         if not ready:
             return None
-        return min(
-            ready,
-            key=lambda row: (
-                -row.request.priority,
-                max(0.0, len(row.tokens) - AGE * (now - row.arrived)),
-                row.order,
-            ),
-        )
+        return min(ready, key=lambda row: _rank(row, len(row.tokens), now))
 
     def admit(self, row: Row) -> None:
         self.waiting.remove(row)
@@ -57,14 +50,14 @@ class Scheduler:
         self.running.remove(row)
         self.waiting.insert(0, row)
 
-    def youngest(self, besides: Row | None = None) -> Row | None:
-        """The running row that was admitted last: the one to preempt."""
-        for row in reversed(self.running):
-            if row is not besides:
-                return row
-        return None
+    def youngest(self) -> Row:
+        """The running row to preempt: of the lowest priority, the one that came last.
 
-    def pick(self) -> list[tuple[Row, int]]:
+        The one that came first keeps its place for good, so preemption always ends.
+        """
+        return min(self.running, key=lambda row: (row.request.priority, -row.order))
+
+    def pick(self, now: float) -> list[tuple[Row, int]]:
         """(row, given nodes) of the next step: rows with one pending token, then prompt chunks."""
         decoding, prompts = [], []
         for row in self.running:
@@ -72,17 +65,22 @@ class Scheduler:
             if pending == 1:
                 decoding.append((row, 1))
             else:
-                prompts.append((pending, row.order, row))
+                prompts.append((_rank(row, pending, now), pending, row))
         if not prompts:
             return decoding
         left = self.step_tokens - len(decoding)
         if decoding:
             left = min(left, self.busy_chunk)
-        prompts.sort(key=lambda entry: (-entry[2].request.priority, entry[0], entry[1]))
-        for pending, _, row in prompts:
+        prompts.sort(key=lambda entry: entry[0])
+        for _, pending, row in prompts:
             if left <= 0:
                 break
             chunk = min(pending, left, 64 if not row.scored else left)
             decoding.append((row, chunk))
             left -= chunk
         return decoding
+
+
+def _rank(row: Row, tokens: int, now: float) -> tuple[int, float, int]:
+    """Lower goes first: highest priority, then fewest tokens to run, aged by its waiting."""
+    return -row.request.priority, max(0.0, tokens - AGE * (now - row.arrived)), row.order
