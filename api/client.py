@@ -131,6 +131,11 @@ class Client:
         await self._say(m.Ping(asyncio.get_running_loop().time()))
         return await self._pongs.get()
 
+    def abort(self) -> None:
+        """Drop the connection without a word, as a crash would."""
+        assert self._socket is not None
+        self._socket.transport.abort()
+
     async def send_raw(self, frame: bytes | str) -> None:
         """Send a frame as it is, for tests of a server's manners."""
         assert self._socket is not None
