@@ -22,6 +22,7 @@ import uvloop
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
 from spec_serve.api.grpc_server import GrpcServer
 from spec_serve.api.http import STREAM_PATH, App
+from spec_serve.api.http_limits import BoundedHttp
 from spec_serve.api.link import Runs, ThreadLink
 from spec_serve.api.messages import Draining
 from spec_serve.api.server_settings import ServeSettings
@@ -31,7 +32,6 @@ from spec_serve.api.websocket import RESTART
 log = logging.getLogger("spec_serve.server")
 
 MAX_FRAME = 8 << 20
-MAX_HEADERS = 64 << 10
 FLUSH_S = 3.0  # for sending what cancelled generations still have to say
 
 
@@ -209,7 +209,7 @@ def _uvicorn_config(app: App, settings: ServeSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=BoundedHttp,
         ws=implementations[settings.ws_impl],
         ws_max_size=MAX_FRAME,
         ws_ping_interval=20.0,
@@ -221,7 +221,6 @@ def _uvicorn_config(app: App, settings: ServeSettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         date_header=False,
-        h11_max_incomplete_event_size=MAX_HEADERS,
         timeout_graceful_shutdown=2,
     )
 
