@@ -7,6 +7,7 @@ batches; not models.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,14 @@ from torch import Tensor
 
 from spec_serve.cache.batch import WORD, TreeBatch
 from spec_serve.cache.pool import LayerKV
+from spec_serve.kernels.ordered import (
+    OrderedGroup,
+    Part,
+    chain_parts,
+    grouped,
+    in_order,
+    tree_parts,
+)
 
 
 @dataclass(slots=True)
@@ -49,6 +58,7 @@ class TorchPlan:
         )
         self._positions = host[3 * rows :]
         assert len(self._positions) == nodes
+        self._groups: dict[tuple[int | None, int, int, int], list[OrderedGroup]] = {}
         self._views: dict[tuple[int | None, torch.dtype], list[_View]] = {}
 
     def attend(
@@ -65,6 +75,8 @@ class TorchPlan:
         """Write k and v, then attend; q [N, heads, D] -> [N, heads, D]."""
         kv.k.index_copy_(0, self._batch.slots, k)
         kv.v.index_copy_(0, self._batch.slots, v)
+        if self._exact and softcap is None and _can_order(q, k):
+            return self._ordered(q, kv, scale, window)
         inner = torch.float64 if self._exact else q.dtype
         views = self._views.get((window, inner))
         if views is None:
@@ -74,16 +86,58 @@ class TorchPlan:
         outs = [_attend_row(queries, kv, view, scale, softcap) for view in views]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(q.dtype)
 
-    def _view(self, b: int, window: int | None, dtype: torch.dtype) -> _View:
+    def _ordered(self, q: Tensor, kv: LayerKV, scale: float, window: int | None) -> Tensor:
+        pool, kv_heads, dim = kv.k.shape
+        shape = (q.shape[1], kv_heads, dim)
+        groups = self._groups.get((window, *shape))
+        if groups is None:
+            parts = [part for b in range(len(self._row_ids)) for part in self._parts(b, window)]
+            groups = grouped(parts, *shape, pool)
+            self._groups[window, *shape] = groups
+        if len(groups) == 1 and isinstance(groups[0].nodes, slice):
+            return groups[0].attend(q, kv, scale)
+        out = torch.empty(q.shape)
+        for group in groups:
+            out[group.nodes] = group.attend(q[group.nodes], kv, scale)
+        return out
+
+    def _parts(self, b: int, window: int | None) -> Iterator[Part]:
         start, stop = self._node_ptr[b], self._node_ptr[b + 1]
-        prefix, n = self._prefix[b], stop - start
+        slots, lowest = self._slots(b, window)
+        if self._chain[b]:
+            yield from chain_parts(start, stop - start, slots, lowest, window)
+            return
+        cached = self._prefix[b] - lowest
+        seen = self._visible(b, lowest, len(slots) - cached, window)
+        assert seen is not None
+        twig = seen[:, cached:]
+        # A path's nodes follow each other: the i-th last key a query sees lies i - 1 before it.
+        behind = twig.flip(1).cumsum(1).flip(1) - 1
+        places = self._batch.positions[start:stop, None] - behind
+        positions = torch.cat(
+            (
+                torch.arange(lowest, lowest + cached),
+                places.masked_fill_(~twig, -1).amax(0),
+            )
+        )
+        yield from tree_parts(start, slots, positions, seen)
+
+    def _slots(self, b: int, window: int | None) -> tuple[Tensor, int]:
+        """Slots of all keys that some query of row b may see; the first one's position."""
+        start, stop = self._node_ptr[b], self._node_ptr[b + 1]
+        prefix = self._prefix[b]
         twig = self._batch.twig_slots[self._twig_ptr[b] : self._twig_ptr[b + 1]]  # [S]
         lowest = self._first
         if window is not None:
             lowest = max(lowest, min(self._positions[start:stop]) - window + 1)
         lowest = min(lowest, prefix)
-        slots = torch.cat((self._table[self._row_ids[b], lowest:prefix], twig))  # [L]
-        visible = self._visible(b, lowest, len(twig), window)  # [n, L] or None
+        return torch.cat((self._table[self._row_ids[b], lowest:prefix], twig)), lowest  # [L]
+
+    def _view(self, b: int, window: int | None, dtype: torch.dtype) -> _View:
+        start, stop = self._node_ptr[b], self._node_ptr[b + 1]
+        prefix, n = self._prefix[b], stop - start
+        slots, lowest = self._slots(b, window)
+        visible = self._visible(b, lowest, len(slots) - (prefix - lowest), window)  # [n, L] or None
         if visible is not None and n == 1:
             slots, visible = slots[visible[0]], None  # a lone node's keys need no mask
         keys = _as_slice(slots)
@@ -118,6 +172,14 @@ class TorchPlan:
             distance = twig.flip(1).cumsum(1).flip(1)
             twig = twig & (distance <= window)
         return torch.cat((cached, twig), 1)
+
+
+def _can_order(q: Tensor, k: Tensor) -> bool:
+    return (
+        q.device.type == "cpu"
+        and q.dtype == torch.float32
+        and in_order(k.shape[1], k.shape[2], torch.get_num_threads())
+    )
 
 
 def _as_slice(slots: Tensor) -> slice | Tensor:
@@ -173,9 +235,10 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
 class TorchAttention:
     """The torch reference as a backend: runs on any device and in any float dtype.
 
-    exact: compute in float64. Rounding to the model's dtype at the end then hides in which order,
-    and among which masked keys, the sums were taken, so that a token's result is the same bits
-    (but for about one value in 10^7) whether it ran alone, in a chain or in a tree.
+    exact: a token's result is the same bits whether it ran alone, in a chunk, a chain or a tree.
+    In float32 on a CPU whose BLAS allows it the sums are taken in an order of their own
+    (`kernels/ordered.py`). Else they are float64, and rounding to the model's dtype at the end
+    hides in which order they were taken, but for about one value in 10^7.
     """
 
     name = "torch"
