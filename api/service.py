@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import TypeVar
 
+import msgspec
+
 from spec_serve.api import messages as m
 from spec_serve.api.convert import GREEDY, Prepared, SamplingDefaults, TextTokens, to_request
 from spec_serve.api.generation import Generation, Outbox
@@ -23,6 +25,9 @@ T = TypeVar("T")
 
 INLINE_CHARS = 2_000  # raw text up to here is read on the loop: quicker than another thread
 PREPARE_S = 10.0
+# Text beyond so many characters is refused unread: reading it could take seconds for a request that
+# would not fit. Ordinary text has about four characters to a token.
+CHARS_PER_TOKEN, CHARS_ALWAYS = 32, 64 << 10
 MAX_GENERATIONS = 32  # at once on one WebSocket
 
 
@@ -60,6 +65,7 @@ class Service:
         """Checked and tokenized. Raises RequestError."""
         if self.draining:
             raise RequestError("", "the server is shutting down", "draining")
+        size = self._size(wire)
 
         def work() -> Prepared:
             made = to_request(
@@ -74,11 +80,27 @@ class Service:
             self.link.validate(made.request)
             return made
 
-        size = len(wire.prompt or "") + len(wire.speculation.prediction or "")
-        size += len(wire.token_ids or ())
         if wire.messages is None and size <= INLINE_CHARS:
             return work()
         return await self.aside(work)
+
+    def _size(self, wire: m.Generate) -> int:
+        """Characters and ids to be read. Raises RequestError where text is far too long."""
+        context = self.link.info.max_context
+        most = max(CHARS_PER_TOKEN * context, CHARS_ALWAYS)
+        texts = {
+            "prompt": len(wire.prompt or ""),
+            "messages": sum(map(_chars, wire.messages or ())) + _encoded(wire.tools),
+        }
+        for field, size in texts.items():
+            if size > most:
+                raise RequestError(
+                    field,
+                    f"{size} characters; at most {most} are read for a context of {context} tokens",
+                    "context_length_exceeded",
+                )
+        others = len(wire.token_ids or ()) + len(wire.speculation.prediction or "")
+        return sum(texts.values()) + others
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Run work in the pool. Raises RequestError when it takes too long."""
@@ -105,3 +127,13 @@ class Service:
     def close(self) -> None:
         """Let the pool go; what it still does is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _chars(message: m.ChatMessage) -> int:
+    content = message.content
+    size = len(content) if isinstance(content, str) else _encoded(content)
+    return size + _encoded(message.tool_calls)
+
+
+def _encoded(value: object) -> int:
+    return len(msgspec.json.encode(value)) if value else 0
