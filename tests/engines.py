@@ -13,7 +13,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from spec_serve.cache.batch import TreeBatch
+from spec_serve.cache.batch import TreeBatch, Twig, build_batch
+from spec_serve.cache.pool import KVPool
+from spec_serve.cache.tree import chain
 from spec_serve.draft.base import Drafter
 from spec_serve.draft.budget import CostCurve
 from spec_serve.draft.standalone import StandaloneDrafter
@@ -179,3 +181,27 @@ def prompts(count_: int, low: int = 4, high: int = 40, seed: int = 0) -> list[li
         part = torch.randint(0, 256, (length,), generator=generator).tolist()
         made.append(part + part[: length // 2] if length > 8 else part)
     return made
+
+
+PROMPT = prompts(1, 20, 24, seed=7)[0]
+
+
+@cache
+def reference(max_tokens: int = 40) -> list[int]:
+    """OFF's greedy ids after PROMPT."""
+    return tokens(engine(), PROMPT, max_tokens)
+
+
+def unique(start: int, ids: Sequence[int]) -> int:
+    """The first index from `start` on whose id has not occurred before it."""
+    return next(i for i in range(start, len(ids)) if ids[i] not in ids[:i])
+
+
+def logits_after(ids: Sequence[int]) -> torch.Tensor:
+    """The target's logits for the token after `ids`, by a plain forward."""
+    model = target()
+    n = len(ids)
+    pool = KVPool(model.kv_specs, n, 1, n)
+    batch = build_batch([Twig(0, 0, chain(ids), range(1, n + 1), n - 1)])
+    plan = TorchAttention().plan(batch, pool.table)
+    return model.forward(batch, pool.layers, plan).logits[0]
