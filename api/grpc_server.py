@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from spec_serve.api import grpc_convert as convert
 from spec_serve.api import messages as m
 from spec_serve.api.generation import Outbox, failure
+from spec_serve.api.grpc_guard import Guard
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.api.service import Service, shown_name
@@ -58,7 +59,6 @@ class SpecServe(pb_grpc.SpecServeServicer):
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._running: set[str] = set()
         self.calls = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
@@ -78,7 +78,6 @@ class SpecServe(pb_grpc.SpecServeServicer):
             generation = service.start(prepared, wire.gen, outbox, lambda gen: wake.set())
         except RequestError as error:
             await _refuse(context, error, wire)
-        self._running.add(generation.id)
         self.calls += 1
         try:
             while True:
@@ -95,15 +94,15 @@ class SpecServe(pb_grpc.SpecServeServicer):
                     return
         finally:
             self.calls -= 1
-            self._running.discard(generation.id)
             if not generation.over:
                 service.link.cancel(generation.id)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """Cancel by id what runs here; unknown ids are left out of the answer."""
-        found = [one for one in dict.fromkeys(request.request_ids) if one in self._running]
+        """Cancel by id, whoever started it; unknown ids are left out of the answer."""
+        link = self._service.link
+        found = [one for one in dict.fromkeys(request.request_ids) if link.runs(one)]
         for one in found:
-            self._service.link.cancel(one)
+            link.cancel(one)
         return pb.AbortResponse(aborted=found)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
@@ -169,7 +168,7 @@ class GrpcServer:
 
     def __init__(self, service: Service, host: str, port: int) -> None:
         self.servicer = SpecServe(service)
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(interceptors=[Guard()], options=OPTIONS)
         self._health = HealthServicer()
         add = pb_grpc.add_SpecServeServicer_to_server
         add(self.servicer, self._server)  # type: ignore[no-untyped-call]

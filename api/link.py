@@ -73,6 +73,10 @@ class EngineLink(Protocol):
         """Ends a request; its Finished still comes. Unknown ids are ignored."""
         ...
 
+    def runs(self, request_id: str) -> bool:
+        """Whether a request of this id runs or waits."""
+        ...
+
     def drain(self) -> None: ...
 
     def idle(self) -> bool:
@@ -140,6 +144,9 @@ class ThreadLink:
 
     def cancel(self, request_id: str) -> None:
         self._engine.cancel(request_id)
+
+    def runs(self, request_id: str) -> bool:
+        return request_id in self._live
 
     def cancel_all(self) -> None:
         """End everything that runs or waits."""
