@@ -20,9 +20,17 @@ from spec_serve.target.rope import Rotation, rotate
 
 Activation = Callable[[Tensor], Tensor]
 
+_LINEAR = torch.ops.mkldnn._linear_pointwise
+
 FEWEST = 4
 """Rows a packed linear is run with at least. oneDNN takes other kernels for 1 to 3 rows, which are
 slower than the one for 4 (35 ms against 27 for SmolLM2 at 2 rows) and round differently."""
+
+TIERS = ((8, 1), (16, 2), (64, 4), (256, 16))
+"""(up to so many rows, rounded up to a multiple of this) for packed linears; see `tier`."""
+
+COARSEST = 64
+"""What more rows than TIERS knows are rounded up to a multiple of."""
 
 EXPECTED = 8
 """Rows the packed layout is chosen for."""
@@ -38,6 +46,19 @@ def activation(name: str) -> Activation:
     return lambda x: F.gelu(x, approximate="tanh")
 
 
+def tier(rows: int) -> int:
+    """Rows a packed linear is run with for `rows`.
+
+    oneDNN makes and keeps code for every number of rows and shape of weight it meets (about 1 ms
+    and 0.6 MB each), so there must be few. Every row costs as much as any other: small numbers are
+    kept as they are.
+    """
+    if rows < FEWEST:
+        return FEWEST if rows else 0
+    step = next((step for most, step in TIERS if rows <= most), COARSEST)
+    return -(-rows // step) * step
+
+
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build of torch on this CPU has a prepacked linear (oneDNN) worth using.
@@ -50,7 +71,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     try:
         eye = torch.eye(16, dtype=dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(eye, EXPECTED)
-        out = torch.ops.mkldnn._linear_pointwise(eye, packed, None, "none", [], "")
+        out = _LINEAR(eye, packed, None, "none", [], "")
     except (AttributeError, RuntimeError):  # NotImplementedError is a RuntimeError
         return False
     return torch.equal(out, eye)
@@ -81,14 +102,17 @@ class Linear:
         """x: [N, in] -> [N, out]."""
         if self._packed is not None:
             rows = x.shape[0]
-            if 0 < rows < FEWEST:
-                x = F.pad(x, (0, 0, 0, FEWEST - rows))
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._packed, self.bias, "none", [], ""
-            )
-            return y[:rows] if rows < FEWEST else y
+            run = tier(rows)
+            if run != rows:
+                x = F.pad(x, (0, 0, 0, run - rows))
+            y: Tensor = _LINEAR(x, self._packed, self.bias, "none", [], "")
+            return y if run == rows else y[:rows]
         assert self._plain is not None
         return F.linear(x, self._plain, self.bias)
+
+    def rows(self, rows: int) -> int:
+        """Rows that `rows` are computed as; given that many, no copy is made to pad them."""
+        return rows if self._packed is None else tier(rows)
 
     @property
     def weight(self) -> Tensor:
@@ -145,9 +169,15 @@ class Attention:
     k_norm: RMSNorm | None = None
 
     def __call__(self, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan) -> Tensor:
-        """x: [N, in] -> [N, H]; writes K and V of the N nodes to `kv`."""
+        """x: [N or more, in] -> as many rows of H; writes K and V of the N nodes to `kv`.
+
+        N is rotation's; rows beyond are padding.
+        """
         heads, kv_heads = self.heads, self.kv_heads
+        nodes, rows = rotation[0].shape[0], x.shape[0]
         y = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        if nodes != rows:
+            y = y[:nodes]
         qk, v = y.split_with_sizes([heads + kv_heads, kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split_with_sizes([heads, kv_heads], 1)
@@ -156,7 +186,10 @@ class Attention:
         mixed = plan.attend(
             q, k, v, kv, scale=self.scale, window=self.window, softcap=self.softcap
         )  # [N, heads, D]
-        return self.out(mixed.reshape(-1, heads * self.head_dim))
+        mixed = mixed.reshape(nodes, heads * self.head_dim)
+        if nodes != rows:
+            mixed = F.pad(mixed, (0, 0, 0, rows - nodes))
+        return self.out(mixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +218,11 @@ class Block:
     after_mlp: RMSNorm | None = None
 
     def __call__(self, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan) -> Tensor:
-        """Residual stream x [N, H] -> [N, H]; x itself is left as it is (it may be tapped)."""
+        """Residual stream x [N, H] -> [N, H]; x itself is left as it is (it may be tapped).
+
+        Rows beyond rotation's are padding.
+        """
         mixed = self.attention(self.attention_norm(x), rotation, kv, plan)
         x = x + (mixed if self.after_attention is None else self.after_attention(mixed))
         made = self.mlp(self.mlp_norm(x))
-        return x + (made if self.after_mlp is None else self.after_mlp(made))
+        return x.add_(made if self.after_mlp is None else self.after_mlp(made))

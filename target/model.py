@@ -117,6 +117,10 @@ class Transformer:
                 raise ValueError(f"taps: boundary {tap} is outside 0..{config.layers}")
         with torch.inference_mode():
             x = self.embed(batch.tokens)  # [N, H]
+            nodes = x.shape[0]
+            padding = self.blocks[0].attention.qkv.rows(nodes) - nodes
+            if padding:  # once here instead of in every linear map
+                x = F.pad(x, (0, 0, 0, padding))
             rotation = self._rotary.at(batch.positions)
             local = rotation
             if self._local_rotary is not None:
@@ -126,7 +130,7 @@ class Transformer:
                 x = block(x, rotation if block.attention.window is None else local, kv, plan)
                 if i in taps:
                     tapped[i] = x
-            features = torch.cat([tapped[tap] for tap in taps], -1) if taps else None
+            features = torch.cat([tapped[tap][:nodes] for tap in taps], -1) if taps else None
             hidden = self.norm(x.index_select(0, batch.logits_at))  # [M, H]
             return TargetOut(self.head(hidden), features, hidden)
 

@@ -17,7 +17,7 @@ from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import TokenTree, chain, root
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.target.config import ConfigError
-from spec_serve.target.layers import Linear, RMSNorm, can_pack
+from spec_serve.target.layers import FEWEST, Linear, RMSNorm, can_pack, tier
 from spec_serve.target.model import TargetOut, Transformer, load_model
 from tests.tiny import (
     FAMILIES,
@@ -280,6 +280,26 @@ def test_linear_packs_without_changing_the_map(
         part = packed(x[:n])
         assert part.shape == (n, outputs)
         assert torch.equal(part, whole[:n]) or not can_pack(dtype)
+
+
+def test_tiers_are_few_and_close() -> None:
+    assert tier(0) == 0 and tier(1) == FEWEST
+    assert all(n <= tier(n) == tier(tier(n)) for n in range(1, 3000))
+    assert all(tier(n) <= tier(n + 1) for n in range(3000))
+    assert all(tier(n) - n <= max(3, n / 8) for n in range(1, 3000))
+    assert len({tier(n) for n in range(1, 513)}) <= 40
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 17, 20])
+def test_padding_shows_nowhere(count: int) -> None:
+    model = ours("qwen3")
+    taps = (0, 2, 3)
+    out = Session(model).run((0, 0, chain(TOKENS[:count])), taps=taps)
+    every = Session(model).run((0, 0, chain(TOKENS)), taps=taps)
+    assert out.taps is not None and every.taps is not None
+    assert out.taps.shape == (count, 3 * 64) and out.logits.shape == (count, VOCAB)
+    close(out.taps, every.taps[:count])
+    close(out.logits, every.logits[:count])
 
 
 def test_inputs_are_left_alone() -> None:
