@@ -75,8 +75,11 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
     device = pick_device(options.device)
     dtype = DTYPES.get(options.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
     attention = pick_backend(device, options.attention)
-    path = resolve(options.target)
-    draft_path = resolve(choice.model) if choice.model is not None else None
+    shown = progress is not _quiet
+    path = resolve(options.target, progress=shown)
+    draft_path = None
+    if choice.model is not None:
+        draft_path = resolve(choice.model, progress=shown)
     progress("tokenizer", 0.0)
     tokenizer = load_tokenizer(path)
     drafter: Drafter | None = None
