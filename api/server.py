@@ -118,6 +118,10 @@ class Server:
         except BaseException:
             bound.close()
             raise
+        if not _is_loopback(settings.host):
+            log.warning(
+                "%s: whoever reaches these ports may use them, there are no keys", settings.host
+            )
         self.link.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -240,6 +244,13 @@ def _listen(host: str, port: int) -> socket.socket:
         raise OSError(f"port: can't listen on {host}:{port}: {error}") from error
     made.setblocking(False)
     return made
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _find_generation_config(model: str) -> Mapping[str, Any]:

@@ -234,6 +234,18 @@ async def _forever() -> None:
     await asyncio.Event().wait()
 
 
+async def _refuse(send: Send, status: int, said: str, *extra: tuple[bytes, bytes]) -> None:
+    """Answer the handshake with an HTTP error instead of a WebSocket."""
+    body = said.encode()
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", str(len(body)).encode()),
+        *extra,
+    ]
+    await send({"type": "websocket.http.response.start", "status": status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})
+
+
 async def stream(
     service: Service, sessions: set[Socket], allow_origins: tuple[str, ...],
     scope: Scope, receive: Receive, send: Send,
@@ -244,9 +256,12 @@ async def stream(
     offered = scope.get("subprotocols", [])
     name = next((one for one in offered if one in m.SUBPROTOCOLS), None if offered else m.JSON)
     allowed = origin_allowed(header(scope, b"origin"), header(scope, b"host") or "", allow_origins)
-    if not allowed or name is None or not service.ready:
-        await send({"type": "websocket.close", "code": 1008})  # before accept: HTTP 403
-        return
+    if not allowed:
+        return await _refuse(send, 403, "pages of this origin may not connect")
+    if name is None:
+        return await _refuse(send, 400, f"subprotocols: {', '.join(m.SUBPROTOCOLS)}")
+    if not service.ready:
+        return await _refuse(send, 503, "the server is not taking requests", (b"retry-after", b"5"))
     await send({"type": "websocket.accept", "subprotocol": name if offered else None})
     session = Socket(service, m.Codec(name), send)
     sessions.add(session)
