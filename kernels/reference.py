@@ -88,6 +88,8 @@ class TorchPlan:
 
     def _ordered(self, q: Tensor, kv: LayerKV, scale: float, window: int | None) -> Tensor:
         pool, kv_heads, dim = kv.k.shape
+        if kv_heads == 1:  # a batch of one is a plain product to torch, which sums differently
+            kv_heads, kv = 2, LayerKV(kv.k.expand(-1, 2, -1), kv.v.expand(-1, 2, -1))
         shape = (q.shape[1], kv_heads, dim)
         groups = self._groups.get((window, *shape))
         if groups is None:
@@ -175,10 +177,12 @@ class TorchPlan:
 
 
 def _can_order(q: Tensor, k: Tensor) -> bool:
+    kv_heads = max(k.shape[1], 2)
     return (
         q.device.type == "cpu"
         and q.dtype == torch.float32
-        and in_order(k.shape[1], k.shape[2], torch.get_num_threads())
+        and q.shape[1] % kv_heads == 0
+        and in_order(kv_heads, k.shape[2], torch.get_num_threads())
     )
 
 

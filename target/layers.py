@@ -26,7 +26,7 @@ FEWEST = 4
 """Rows a packed linear is run with at least. oneDNN takes other kernels for 1 to 3 rows, which are
 slower than the one for 4 (35 ms against 27 for SmolLM2 at 2 rows) and round differently."""
 
-TIERS = ((8, 1), (16, 2), (64, 4), (256, 16))
+TIERS = ((8, 1), (16, 2), (64, 4), (128, 8), (256, 16), (512, 32))
 """(up to so many rows, rounded up to a multiple of this) for packed linears; see `tier`."""
 
 COARSEST = 64

@@ -16,12 +16,12 @@ from spec_serve.kernels import ordered
 from spec_serve.kernels.ordered import OFFSET, in_order, padded_rows, tree_parts
 from spec_serve.kernels.reference import TorchAttention
 
-SHAPES = [(9, 3, 64), (6, 2, 16), (4, 4, 32), (8, 2, 24)]
+SHAPES = [(9, 3, 64), (6, 2, 16), (4, 4, 32), (8, 2, 24), (4, 1, 32)]
 ROWS, POSITIONS = 4, 1000
 
 
 def needs_order(kv_heads: int, dim: int) -> None:
-    if not in_order(kv_heads, dim, torch.get_num_threads()):
+    if not in_order(max(kv_heads, 2), dim, torch.get_num_threads()):
         pytest.skip("this machine's BLAS sums in another order; attention is float64 then")
 
 
