@@ -23,7 +23,15 @@ from spec_serve.kernels.reference import TorchAttention
 from spec_serve.spec.assemble import EngineOptions, assemble
 from spec_serve.spec.completion import Completion
 from spec_serve.spec.engine import Engine
-from spec_serve.spec.request import Request, Sampling, Speculation, Stopping
+from spec_serve.spec.request import (
+    Delta,
+    Event,
+    Finished,
+    Request,
+    Sampling,
+    Speculation,
+    Stopping,
+)
 from spec_serve.target.model import Transformer, load_model
 from tests.tiny import noisy_copy, tiny_checkpoint, tiny_model
 
@@ -205,3 +213,27 @@ def logits_after(ids: Sequence[int]) -> torch.Tensor:
     batch = build_batch([Twig(0, 0, chain(ids), range(1, n + 1), n - 1)])
     plan = TorchAttention().plan(batch, pool.table)
     return model.forward(batch, pool.layers, plan).logits[0]
+
+
+def finish(on: Engine, most: int = 3000) -> dict[str, list[Event]]:
+    """Step until nothing is left; the books balance after every step. Events by request."""
+    told: dict[str, list[Event]] = {}
+    for _ in range(most):
+        if on.idle():
+            break
+        for event in on.step():
+            told.setdefault(event.request.id, []).append(event)
+        on.store.check()
+    assert on.idle(), "no progress"
+    books = on.store.books()
+    assert books.pinned == books.rows == books.granted == 0
+    return told
+
+
+def ids(events: Sequence[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Delta) for token in event.tokens]
+
+
+def end(events: Sequence[Event]) -> Finished:
+    (made,) = (event for event in events if isinstance(event, Finished))
+    return made
