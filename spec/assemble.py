@@ -33,7 +33,8 @@ class EngineOptions:
     """What an operator chooses; 0 and "auto" mean: find out.
 
     kv_fraction: share of the memory free after loading that the K/V store may take. max_nodes:
-    guesses per row and step at most. speculation: what requests that say nothing get.
+    guesses per row and step at most. speculation: what requests that say nothing get; off = none
+    for any request, and no look-up or draft is kept.
     """
 
     target: str

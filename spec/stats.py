@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True)
 class EngineStats:
-    """Gauges (running, waiting, kv_*) and counters since start. Times in microseconds."""
+    """Gauges (running, waiting, kv_*) and counters since start. Times in microseconds.
+
+    requests are counted whole; running, waiting, finished, aborted and preempted are choices."""
 
     running: int = 0
     waiting: int = 0
