@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,10 +57,7 @@ class KVPool:
         self.slots = slots
         self.device = torch.device(device)
         self.layers = [
-            LayerKV(
-                torch.zeros(slots + 1, spec.heads, spec.head_dim, dtype=spec.dtype, device=device),
-                torch.zeros(slots + 1, spec.heads, spec.head_dim, dtype=spec.dtype, device=device),
-            )
+            LayerKV(_zeros(slots + 1, spec, self.device), _zeros(slots + 1, spec, self.device))
             for spec in self.specs
         ]
         self.table = torch.zeros(rows, positions + 1, dtype=torch.int64, device=device)
@@ -70,6 +68,17 @@ class KVPool:
             self.table[row, start : start + len(slots)] = torch.tensor(
                 slots, dtype=torch.int64, device=self.device
             )
+
+
+def _zeros(slots: int, spec: KVSpec, device: torch.device) -> Tensor:
+    """Zeros, so that no slot ever holds a NaN. On the host untouched pages take no memory."""
+    shape = (slots, spec.heads, spec.head_dim)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
+    # numpy asks the system for zeroed pages; torch would write every one of them.
+    count = slots * spec.heads * spec.head_dim
+    raw = np.zeros(count * spec.dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(spec.dtype).view(shape)
 
 
 def bytes_per_slot(specs: Sequence[KVSpec]) -> int:

@@ -197,6 +197,8 @@ class Builder:
                 continue  # a drafter with taps has grown a tree for it all the same
             if row.sources is None and row.device_tree is None:
                 continue
+            if row.emitted == 0 and self._mode(row) == "auto":
+                continue  # guesses would only delay the first token
             if crowded and row.device_tree is None and row.rest:
                 row.rest -= 1
                 row.guessed = None
