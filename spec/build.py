@@ -22,7 +22,7 @@ from spec_serve.spec.row import Row
 from spec_serve.spec.step import DraftRow, Job, Result
 
 CROWD = 4  # rows beyond which look-ups that were of no use are not asked again at once
-REST = 4  # steps they rest
+REST = 8  # steps they rest
 
 SourceMaker = Callable[[Row], list[Source]]
 
@@ -94,6 +94,7 @@ class Builder:
         row.shared = False
         if row.sources is None and self._speculates(row):
             row.sources = self._sources(row)
+            row.told = len(row.tokens)
         return kv
 
     def share(self, row: Row) -> None:

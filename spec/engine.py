@@ -350,9 +350,6 @@ class Engine:
         if reason is not None:
             self._finish(row, reason, matched)
             return
-        if row.sources:
-            for source in row.sources:
-                source.extend(new)
         if not row.shared:
             self.builder.share(row)
 

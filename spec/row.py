@@ -33,7 +33,8 @@ class Row:
         "device_tree", "drafted", "ends", "first_token", "guessed", "index", "kv", "last_token",
         "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
         "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
-        "shared", "source_of", "sources", "steps", "tokens", "tree", "trust", "watch", "watch_from",
+        "shared", "source_of", "sources", "steps", "told", "tokens", "tree", "trust",
+        "watch", "watch_from",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +70,7 @@ class Row:
         self.drafted = 0
         self.steps = 0
         self.sources: list[Source] | None = None
+        self.told = 0  # tokens its look-ups know
         self.device_tree: tuple[list[int], list[int], list[float]] | None = None
         self.candidates: Candidates | None = None
         self.tree: TokenTree | None = None
@@ -140,6 +142,7 @@ class Row:
             candidates.add_tree(tokens, parents, scores, drafter, calibration, factor, depth)
         self.guessed = None
         if self.sources:
+            self._tell()
             for source in self.sources:
                 if allowed is not None and source.name not in allowed:
                     continue
@@ -153,6 +156,15 @@ class Row:
             return None
         candidates.settle()
         return candidates
+
+    def _tell(self) -> None:
+        """Tell the look-ups what became certain since they were last asked."""
+        assert self.sources is not None
+        new = self.tokens[self.told :]
+        self.told = len(self.tokens)
+        if new:
+            for source in self.sources:
+                source.extend(new)
 
     def learn(self, calibration: Calibration, path: Sequence[int], given: int) -> None:
         """Tell the calibration which verified guesses were right. path: accepted nodes."""
