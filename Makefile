@@ -36,7 +36,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
 serve: $(READY) ## set up, fetch the default model and serve it
-	@echo "spec-serve: serving $(MODEL); once it is ready open http://$(HOST):$(PORT)/ (Ctrl-C stops it)"
+	@echo "spec-serve: serving $(MODEL); it says what to open once it is ready (Ctrl-C stops it)"
 	@exec $(BIN)/spec-serve --target $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV) ## set up and run the whole test suite, lint and types included

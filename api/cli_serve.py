@@ -12,6 +12,7 @@ from spec_serve.api import logs
 from spec_serve.api.cli import command_list
 from spec_serve.api.cli_engine import open_engine
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings
+from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.ports import taken
 from spec_serve.api.settings import SettingError
 from spec_serve.api.version import __version__
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
         if refusal:
             return fail(refusal)
         logs.set_up(settings["log-format"], settings["quiet"])
-        engine, tokenizer = open_engine(settings)
+        thread = EngineThread()
+        engine, tokenizer = thread.begin(lambda: open_engine(settings)).result()
     except SettingError as error:
         return fail(error)
     except (ValueError, OSError) as error:
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from spec_serve.api.server import run_server
 
     try:
-        return run_server(engine, tokenizer, serve, ready)
+        return run_server(engine, tokenizer, serve, ready, thread)
     except (ValueError, OSError) as error:  # such as a port taken meanwhile
         return fail(error, 1)
 

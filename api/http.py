@@ -27,6 +27,7 @@ class App:
         self.sessions: set[Socket] = set()
         self._service, self._allow_origins = service, allow_origins
         self._routes: dict[str, Callable[[], Answer]] = {
+            "/": self._index,
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
@@ -75,6 +76,11 @@ class App:
         await send(
             {"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body}
         )
+
+    def _index(self) -> Answer:
+        """What a browser finds at the server's address."""
+        names = {"websocket": STREAM_PATH, "health": "/health", "ready": "/ready"}
+        return 200, {"name": "spec-serve", "version": __version__, **names}
 
     def _health(self) -> Answer:
         alive = self._service.link.alive

@@ -11,10 +11,10 @@ import asyncio
 import gc
 import logging
 import sys
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from spec_serve.api.engine_thread import EngineThread
 from spec_serve.spec.admission import EngineInfo
 from spec_serve.spec.request import (
     Event,
@@ -87,14 +87,23 @@ class EngineLink(Protocol):
 
 
 class ThreadLink:
-    """The engine's own thread. `on_death` is called in the loop if the engine ends by itself."""
+    """The engine's own thread, best the one that loaded it (api/engine_thread.py says why).
 
-    def __init__(self, engine: Runs, on_death: Callable[[], None] | None = None) -> None:
+    `on_death` is called in the loop if the engine ends by itself.
+    """
+
+    def __init__(
+        self,
+        engine: Runs,
+        on_death: Callable[[], None] | None = None,
+        thread: EngineThread | None = None,
+    ) -> None:
         self.info = engine.info
         self._engine = engine
         self._on_death = on_death
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = thread or EngineThread()
+        self._started = False
         self._live: dict[str, list[bool]] = {}  # id -> which choices are over
         self._requests: dict[str, Request] = {}
         self._dead = False
@@ -112,19 +121,24 @@ class ThreadLink:
         # Weights, tables and modules live as long as the process: never walk them again.
         gc.collect()
         gc.freeze()
-        self._thread.start()
+        self._started = True
+        self._thread.begin(self._run)
+        self._thread.close()
 
     async def stop(self, within_s: float = 10.0) -> bool:
         """End the engine after the step in progress; False if it did not end in time."""
         self._engine.stop()
-        if self._thread.ident is not None:
+        ended = True
+        if self._started:
             loop = asyncio.get_running_loop()
             # The last publish needs the loop, so the loop must not wait for the thread itself.
-            await loop.run_in_executor(None, self._thread.join, within_s)
+            ended = await loop.run_in_executor(None, self._thread.join, within_s)
             sys.setswitchinterval(self._interval)
             gc.unfreeze()
+        else:
+            self._thread.close()
         await asyncio.sleep(0)
-        return not self._thread.is_alive()
+        return ended
 
     def validate(self, request: Request) -> None:
         self._engine.validate(request)

@@ -20,6 +20,7 @@ import uvicorn
 import uvloop
 
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
+from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.grpc_server import GrpcServer
 from spec_serve.api.http import STREAM_PATH, App
 from spec_serve.api.http_limits import BoundedHttp
@@ -33,6 +34,7 @@ log = logging.getLogger("spec_serve.server")
 
 MAX_FRAME = 8 << 20
 FLUSH_S = 3.0  # for sending what cancelled generations still have to say
+CLOSE_S = 5.0  # for the HTTP side to end once its sockets are closed
 
 
 class HttpServer(uvicorn.Server):
@@ -48,9 +50,10 @@ def run_server(
     tokenizer: TextTokens,
     settings: ServeSettings,
     ready: Callable[[list[str]], None],
+    thread: EngineThread | None = None,
 ) -> int:
     """Serve in a loop of its own until a signal; the exit code. See `serve`."""
-    return uvloop.run(serve(engine, tokenizer, settings, ready))
+    return uvloop.run(serve(engine, tokenizer, settings, ready, thread))
 
 
 async def serve(
@@ -58,13 +61,16 @@ async def serve(
     tokenizer: TextTokens,
     settings: ServeSettings,
     ready: Callable[[list[str]], None],
+    thread: EngineThread | None = None,
 ) -> int:
-    """Serve until a signal or the engine's end. ready: told the addresses once all listen.
+    """Serve until a signal or the engine's end.
+
+    ready: told the addresses once all listen. thread: where the engine was loaded and shall step.
 
     Returns 0 after a drain, 1 when a second signal cut it short or the engine failed. Raises
     OSError naming the setting when a port can't be had, ValueError for a bad setting.
     """
-    server = Server(engine, tokenizer, settings)
+    server = Server(engine, tokenizer, settings, thread)
     try:
         await server.start()
         ready(server.addresses())
@@ -76,9 +82,15 @@ async def serve(
 class Server:
     """Everything that listens, and the order in which it begins and ends."""
 
-    def __init__(self, engine: Runs, tokenizer: TextTokens, settings: ServeSettings) -> None:
+    def __init__(
+        self,
+        engine: Runs,
+        tokenizer: TextTokens,
+        settings: ServeSettings,
+        thread: EngineThread | None = None,
+    ) -> None:
         self.settings = settings
-        self.link = ThreadLink(engine, self._engine_died)
+        self.link = ThreadLink(engine, self._engine_died, thread)
         config = settings.generation_config
         if config is None:
             config = _find_generation_config(engine.info.model)
@@ -194,8 +206,14 @@ class Server:
                 if not self.app.sessions:
                     break
                 await asyncio.sleep(0.02)
+            # Who does not read never sees a close frame, and would keep its socket open for ever.
+            for connection in list(self._http.server_state.connections):
+                transport = getattr(connection, "transport", None)
+                if transport is not None:
+                    transport.abort()
             self._http.should_exit = True
-            await self._serving
+            await asyncio.wait({self._serving}, timeout=CLOSE_S)
+            self._serving.cancel()
         if not await self.link.stop():
             log.error("the engine is still in its last step")
         self.service.close()

@@ -20,6 +20,7 @@ import torch
 
 from spec_serve.api import cli, cli_engine, cli_serve, logs
 from spec_serve.api.cli_flags import Parser, add_settings, read_settings
+from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.ports import taken
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.settings import SETTINGS, settle
@@ -128,6 +129,7 @@ def test_serve_hands_the_engine_to_the_server_and_says_what_to_open(
     def run_server(*parts: object) -> int:
         seen.extend(parts[:3])
         told = parts[3]
+        assert isinstance(parts[4], EngineThread)
         assert callable(told)
         told(["ws://here", "grpc there"])
         return 7
