@@ -74,18 +74,12 @@ class Candidates:
             self.chance[node], self.reach[node] = chance, reach
         return node
 
-    def add_guess(
-        self, guess: Guess, calibration: Calibration, trust: float, depth: int, floor: float = 0.0
-    ) -> None:
-        """Merge a look-up's chain: at most `depth` tokens, while reach stays above `floor`."""
+    def add_guess(self, guess: Guess, calibration: Calibration, trust: float, depth: int) -> None:
+        """Merge a look-up's chain, at most `depth` tokens of it."""
         at, kind, probs = -1, guess.kind, guess.probs
-        reach = 1.0
         for level, token in enumerate(guess.tokens[:depth], start=1):
             chance = calibration.rate(kind, level, probs[level - 1]) * trust
             chance = LIKELY if chance > LIKELY else chance
-            reach *= chance
-            if reach < floor:
-                return
             at = self._add(at, token, chance, kind)
 
     def add_tree(
