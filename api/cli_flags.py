@@ -14,15 +14,17 @@ from pathlib import Path
 
 from spec_serve.api.settings import (
     ENGINE_GROUPS,
+    LIMITS,
     LOGGING,
     PROCESS,
+    SECURITY,
     SERVER,
     SETTINGS,
     Settings,
     settle,
 )
 
-ALL_GROUPS = (*ENGINE_GROUPS, SERVER, LOGGING, PROCESS)
+ALL_GROUPS = (*ENGINE_GROUPS, SERVER, SECURITY, LIMITS, LOGGING, PROCESS)
 USAGE_ERROR = 2
 
 

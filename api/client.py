@@ -166,7 +166,7 @@ class Client:
         if isinstance(message, m.Draining):
             self.draining = True
             return
-        gen = None if isinstance(message, m.Hello) else message.gen
+        gen = None if isinstance(message, m.Hello | m.Resumed) else message.gen
         queue = self._queues.get(gen) if gen is not None else None
         if queue is not None:
             queue.put_nowait(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from time import monotonic
+from typing import get_args
 
 from spec_serve.api import messages as m
 from spec_serve.api.convert import Prepared, wire_field
@@ -27,16 +28,8 @@ MERGE_FROM = 16  # messages waiting, from which on deltas of a choice are merged
 MAX_BYTES = 1 << 20  # waiting for one reader, roughly
 MAX_STUCK_S = 30.0
 FLOOR = -9999.0  # log-probability of the impossible, which JSON could not hold
-CODES: dict[str, m.Code] = {
-    "invalid_request": "invalid_request",
-    "context_length_exceeded": "context_length_exceeded",
-    "model_not_found": "model_not_found",
-    "overloaded": "overloaded",
-    "draining": "draining",
-    "timeout": "timeout",
-    "duplicate_id": "duplicate_id",
-}
-RETRY_MS = {"overloaded": 1000, "draining": 5000}
+CODES: dict[str, m.Code] = {code: code for code in get_args(m.Code)}
+RETRY_MS = {"overloaded": 1000, "draining": 5000, "rate_limited": 1000}
 
 Numbered = m.Started | m.Delta | m.PromptLogprobs | m.Finished | m.Error
 
@@ -118,7 +111,7 @@ def failure(error: RequestError, gen: str | None = None, wire: m.Generate | None
     if wire is not None and field and (named := wire_field(wire, field)) != field:
         said = named + said.removeprefix(field)
         field = named
-    retry = RETRY_MS.get(code, 0)
+    retry = error.retry_after_ms or RETRY_MS.get(code, 0)
     return m.Error(
         code, said, gen=gen, param=field or None, retryable=retry > 0, retry_after_ms=retry
     )

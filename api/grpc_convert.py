@@ -27,6 +27,10 @@ STATUS: dict[str, grpc.StatusCode] = {
     "timeout": grpc.StatusCode.DEADLINE_EXCEEDED,
     "duplicate_id": grpc.StatusCode.ALREADY_EXISTS,
     "engine_error": grpc.StatusCode.INTERNAL,
+    "unauthorized": grpc.StatusCode.UNAUTHENTICATED,
+    "forbidden": grpc.StatusCode.PERMISSION_DENIED,
+    "rate_limited": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "resume_gap": grpc.StatusCode.OUT_OF_RANGE,
 }
 _DETAIL = {0: "steps", 1: "tokens", 2: "summary", 3: "none"}
 _MODE = {0: "auto", 1: "off", 2: "max"}

@@ -1,96 +1,151 @@
-"""The HTTP side as one raw ASGI application: liveness, readiness, version, and the WebSocket route.
+"""The HTTP side as one raw ASGI application: a table of routes, keys asked for at its one door.
 
-Routes are a plain table, so that more of them are more lines. Knows the service, no models.
+Whatever is not in the table is refused; whatever does not say "open" needs a key. Every answer
+carries a request id that the log knows. Knows the service and routes, no models.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+import secrets
+from collections.abc import Iterable
 
-import msgspec
-
+from spec_serve.api.auth import OPEN, Keys
+from spec_serve.api.calls import Call, HttpError, Receive, Route, Scope, Send
+from spec_serve.api.generation import failure
 from spec_serve.api.service import Service
 from spec_serve.api.version import __version__
-from spec_serve.api.websocket import Receive, Scope, Send, Socket, stream
+from spec_serve.api.websocket import Socket, stream
+from spec_serve.spec.request import RequestError
 
 log = logging.getLogger("spec_serve.http")
 
-Answer = tuple[int, dict[str, object]]
 STREAM_PATH = "/v1/stream"
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 class App:
-    """ASGI 3 application. `sessions`: the open WebSockets, for draining."""
+    """ASGI 3 application. `sessions`: the open WebSockets, for draining.
 
-    def __init__(self, service: Service, allow_origins: tuple[str, ...] = ()) -> None:
+    `calls`: HTTP requests being served. routes: besides liveness, readiness and version.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        allow_origins: tuple[str, ...] = (),
+        keys: Keys = OPEN,
+        routes: Iterable[Route] = (),
+    ) -> None:
         self.sessions: set[Socket] = set()
-        self._service, self._allow_origins = service, allow_origins
-        self._routes: dict[str, Callable[[], Answer]] = {
-            "/": self._index,
-            "/health": self._health,
-            "/ready": self._ready,
-            "/version": self._version,
-        }
+        self.calls = 0
+        self._service, self._allow_origins, self._keys = service, allow_origins, keys
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._below: list[tuple[str, dict[str, Route]]] = []
+        self.add(
+            [
+                Route("GET", "/", self._index, "open"),
+                Route("GET", "/health", self._health, "open"),
+                Route("GET", "/ready", self._ready, "open"),
+                Route("GET", "/version", self._version),
+            ]
+        )
+        self.add(routes)
+
+    def add(self, routes: Iterable[Route]) -> None:
+        """Further routes; a later one replaces an earlier one of the same path and method."""
+        for route in routes:
+            if route.path.endswith("*"):
+                prefix = route.path[:-1]
+                methods = next((held for path, held in self._below if path == prefix), None)
+                if methods is None:
+                    methods = {}
+                    self._below.append((prefix, methods))
+            else:
+                methods = self._exact.setdefault(route.path, {})
+            methods[route.method] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._serve(scope, receive, send)
+            if scope["type"] == "http":
+                await self._serve(Call(scope, receive, send))
+            elif scope["path"] == STREAM_PATH:
+                service, origins = self._service, self._allow_origins
+                await stream(service, self.sessions, origins, scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
         except OSError:
             pass  # the client is gone
         except Exception:
             # Said here, as uvicorn's own log is off: it has a traceback for every odd client.
             log.exception("an HTTP request or WebSocket failed")
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._answer(scope, send)
-        elif scope["path"] == STREAM_PATH:
-            await stream(self._service, self.sessions, self._allow_origins, scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
+    async def _serve(self, call: Call) -> None:
+        given = call.header("x-request-id") or ""
+        call.id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        self.calls += 1
+        try:
+            route = self._find(call)
+            if route.access == "key":
+                call.principal = self._keys.check(call.key())
+            elif route.access == "admin":
+                call.principal = self._keys.check_admin(call.key())
+            await route.handle(call)
+        except HttpError as error:
+            await self._failed(call, error)
+        except RequestError as error:
+            await self._failed(call, HttpError.of(failure(error)))
+        except OSError:
+            pass  # the client is gone
+        except Exception:
+            log.exception("%s %s failed, request %s", call.method, call.path[:200], call.id)
+            told = f"the request failed in the server; its log says more under {call.id}"
+            await self._failed(call, HttpError("engine_error", told))
+        finally:
+            self.calls -= 1
+            await call.close()
 
-    async def _answer(self, scope: Scope, send: Send) -> None:
-        route = self._routes.get(scope["path"])
-        extra: list[tuple[bytes, bytes]] = []
+    async def _failed(self, call: Call, error: HttpError) -> None:
+        if not call.started:  # else the stream stays without an end, which its reader can tell
+            await call.fail(error)
+
+    def _find(self, call: Call) -> Route:
+        path = call.path
+        if path == STREAM_PATH:
+            error = HttpError(
+                "not_found", "this is a WebSocket", headers=[(b"upgrade", b"websocket")]
+            )
+            error.status = 426
+            raise error
+        methods = self._exact.get(path)
+        if methods is None:
+            methods = next((held for start, held in self._below if path.startswith(start)), None)
+        if methods is None:
+            raise HttpError("not_found", "no such path")
+        route = methods.get("GET" if call.method == "HEAD" else call.method)
         if route is None:
-            status, said = 404, {"error": {"message": "no such path", "code": "not_found"}}
-            if scope["path"] == STREAM_PATH:
-                status = 426
-                said = {"error": {"message": "this is a WebSocket", "code": "upgrade_required"}}
-                extra = [(b"upgrade", b"websocket")]
-        elif scope["method"] not in ("GET", "HEAD"):
-            status, said = 405, {"error": {"message": "only GET", "code": "method_not_allowed"}}
-            extra = [(b"allow", b"GET, HEAD")]
-        else:
-            status, found = route()
-            said = found  # type: ignore[assignment]
-        body = msgspec.json.encode(said)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"cache-control", b"no-store"),
-            *extra,
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send(
-            {"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body}
-        )
+            allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
+            headers = [(b"allow", allowed.encode())]
+            raise HttpError("method_not_allowed", f"only {allowed}", headers=headers)
+        return route
 
-    def _index(self) -> Answer:
+    async def _index(self, call: Call) -> None:
         """What a browser finds at the server's address."""
         names = {"websocket": STREAM_PATH, "health": "/health", "ready": "/ready"}
-        return 200, {"name": "spec-serve", "version": __version__, **names}
+        await call.say({"name": "spec-serve", "version": __version__, **names})
 
-    def _health(self) -> Answer:
+    async def _health(self, call: Call) -> None:
         alive = self._service.link.alive
-        return (200 if alive else 503), {"status": "ok" if alive else "engine stopped"}
+        status = "ok" if alive else "engine stopped"
+        await call.say({"status": status}, 200 if alive else 503)
 
-    def _ready(self) -> Answer:
+    async def _ready(self, call: Call) -> None:
         service = self._service
         if service.ready:
-            return 200, {"status": "ready", "model": service.model}
-        return 503, {"status": "draining" if service.draining else "not ready"}
+            await call.say({"status": "ready", "model": service.model})
+        else:
+            await call.say({"status": "draining" if service.draining else "not ready"}, 503)
 
-    def _version(self) -> Answer:
-        return 200, {"version": __version__}
+    async def _version(self, call: Call) -> None:
+        await call.say({"version": __version__})

@@ -27,7 +27,8 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Reason = Literal["stop", "length", "cancelled"]
 Code = Literal[
     "invalid_request", "context_length_exceeded", "model_not_found", "overloaded", "draining",
-    "timeout", "duplicate_id", "engine_error",
+    "timeout", "duplicate_id", "engine_error", "unauthorized", "forbidden", "rate_limited",
+    "resume_gap",
 ]  # fmt: skip
 
 
@@ -102,6 +103,8 @@ class Generate(Message, tag="generate"):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    # WebSocket: goes on when the socket drops, for `resume`. Otherwise a drop cancels.
+    resumable: bool = False
 
 
 class Cancel(Message, tag="cancel"):
@@ -116,7 +119,31 @@ class Ping(Message, tag="ping"):
     t: float = 0.0
 
 
-Client = Generate | Cancel | Ping
+class Resume(Message, tag="resume"):
+    """On a new socket, take over generations of one that dropped. gens: gen -> last seq seen.
+
+    -1 = none seen. Answered by `resumed`, then by what was missed, in order. A generation that
+    can't be continued gets an `error` resume_gap with its gen.
+    """
+
+    resume_token: Annotated[str, Meta(min_length=1, max_length=64)]
+    gens: Annotated[dict[Id, Annotated[int, Meta(ge=-1, le=_INT64)]], Meta(max_length=64)]
+
+
+class Ack(Message, tag="ack"):
+    """Messages of a generation up to seq have arrived and need not be kept for a resume."""
+
+    gen: Id
+    seq: Annotated[int, Meta(ge=0, le=_INT64)]
+
+
+class Auth(Message, tag="auth"):
+    """The API key, as the first message, for who can't send it with the handshake."""
+
+    api_key: Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+Client = Generate | Cancel | Ping | Resume | Ack | Auth
 
 
 class Hello(Message, tag="hello"):
@@ -126,6 +153,14 @@ class Hello(Message, tag="hello"):
     version: str
     max_generations: int
     models: list[str]
+    resume_token: str = ""
+    resume_window_s: float = 0.0
+
+
+class Resumed(Message, tag="resumed"):
+    """The answer to a `resume`; gens: those taken over. Their missed messages follow."""
+
+    gens: list[str]
 
 
 class Started(Message, tag="started"):
@@ -260,7 +295,7 @@ class Pong(Message, tag="pong"):
     server_t: float
 
 
-Server = Hello | Started | Delta | PromptLogprobs | Finished | Error | Draining | Pong
+Server = Hello | Resumed | Started | Delta | PromptLogprobs | Finished | Error | Draining | Pong
 
 
 class BadMessage(ValueError):

@@ -19,6 +19,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from spec_serve.api.auth import OPEN
+from spec_serve.api.calls import Route
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
 from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.grpc_server import GrpcServer
@@ -95,7 +97,8 @@ class Server:
         if config is None:
             config = _find_generation_config(engine.info.model)
         self.service = Service(self.link, tokenizer, settings.model_name, sampling_defaults(config))
-        self.app = App(self.service, settings.allow_origins)
+        self.keys = OPEN
+        self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
         self.port = settings.port
         self.grpc: GrpcServer | None = None
         self._http: HttpServer | None = None
@@ -103,6 +106,10 @@ class Server:
         self._asked = asyncio.Event()  # to drain
         self._at_once = asyncio.Event()
         self._failed = False
+
+    def _routes(self) -> list[Route]:
+        """What HTTP offers besides the App's own; a module each."""
+        return []
 
     def addresses(self) -> list[str]:
         """What to open: the WebSocket, gRPC and health addresses."""
@@ -185,6 +192,7 @@ class Server:
 
     def _idle(self) -> bool:
         calls = self.grpc.servicer.calls if self.grpc is not None else 0
+        calls += self.app.calls
         return self.link.idle() and not calls and not any(s.busy for s in self.app.sessions)
 
     async def _quiet(self, within_s: float, unless: asyncio.Event | None) -> None:
@@ -224,7 +232,7 @@ class Server:
 
 
 def _uvicorn_config(app: App, settings: ServeSettings) -> uvicorn.Config:
-    implementations = {"websockets": "websockets-sansio", "wsproto": "wsproto"}
+    implementations = {"websockets": "websockets-sansio", "picows": "websockets-sansio"}
     if settings.ws_impl not in implementations:
         known = ", ".join(implementations)
         raise ValueError(f"ws-impl: must be one of {known}, not {settings.ws_impl!r}")

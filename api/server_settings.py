@@ -19,13 +19,40 @@ class ServeSettings:
     allow_origins: origins of web pages that may connect besides the server's own; "*" = any.
     drain_s: seconds running requests get to finish after the first SIGTERM or SIGINT.
     generation_config: sampling defaults as in a generation_config.json; None = the model's own.
+    api_keys, api_key_file, admin_key: who may use the server, see api/auth.py; anonymous: serve
+    without keys beyond loopback. tls_*: PEM files; tls_client_ca asks clients for certificates.
+    engine_process: run the engine in a process of its own. max_queue, max_queue_tokens: requests
+    and prompt tokens that may wait, 0 = no bound. *_timeout_s: 0 = none. key_*: per key, 0 = none.
+    kv_events: ZMQ address, "" = none. otel_endpoint: OTLP over HTTP, "" = none.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = 50051
     model_name: str = ""
-    ws_impl: str = "websockets"
+    ws_impl: str = "picows"
     allow_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     generation_config: Mapping[str, Any] | None = None
+    api_keys: tuple[str, ...] = ()
+    api_key_file: str = ""
+    admin_key: str = ""
+    anonymous: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    engine_process: bool = False
+    page: bool = True
+    reflection: bool = True
+    max_queue: int = 256
+    max_queue_tokens: int = 0
+    first_token_timeout_s: float = 0.0
+    total_timeout_s: float = 0.0
+    key_parallel: int = 0
+    key_requests_per_minute: int = 0
+    key_tokens_per_minute: int = 0
+    resume_window_s: float = 60.0
+    metrics_compat: str = "none"
+    kv_events: str = ""
+    kv_events_replay: str = ""
+    otel_endpoint: str = ""

@@ -12,7 +12,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +64,8 @@ class Setting:
 
 
 MODEL, MEMORY, SPECULATION = "model", "memory and batching", "speculation"
-SERVER, LOGGING, PROCESS = "server", "logging", "process"
+SERVER, SECURITY, LIMITS = "server", "security", "limits"
+LOGGING, PROCESS = "logging and metrics", "process"
 ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION)
 
 SETTINGS: tuple[Setting, ...] = (
@@ -116,6 +117,79 @@ SETTINGS: tuple[Setting, ...] = (
         "drain-s", SERVER, "number", 30.0,
         "seconds running requests get to finish after SIGTERM", "S", low=0, high=86400,
     ),
+    Setting("page", SERVER, "text", "on", "the chat page at /", choices=("on", "off")),
+    Setting(
+        "reflection", SERVER, "text", "on", "gRPC reflection", choices=("on", "off")
+    ),
+    Setting(
+        "ws-impl", SERVER, "text", "picows", "WebSocket implementation",
+        choices=("picows", "websockets"),
+    ),
+    Setting(
+        "engine-process", SERVER, "switch", False, "run the engine in a process of its own"
+    ),
+    Setting(
+        "resume-window-s", SERVER, "number", 60.0,
+        "seconds a resumable generation outlives its dropped WebSocket", "S", low=0, high=3600,
+    ),
+    Setting(
+        "api-keys", SECURITY, "list", (),
+        "key a client must present; repeat for more; better as a variable or in a file", "KEY",
+    ),
+    Setting(
+        "api-key-file", SECURITY, "text", "", "file of keys, a line NAME:SHA256 each", "FILE"
+    ),
+    Setting("admin-key", SECURITY, "text", "", "key that may also administer", "KEY"),
+    Setting(
+        "anonymous", SECURITY, "switch", False, "serve without keys on more than loopback"
+    ),
+    Setting("tls-cert", SECURITY, "text", "", "certificate chain (PEM) for all ports", "FILE"),
+    Setting("tls-key", SECURITY, "text", "", "its private key (PEM)", "FILE"),
+    Setting(
+        "tls-client-ca", SECURITY, "text", "",
+        "authorities (PEM) one of which must have signed the client's certificate", "FILE",
+    ),
+    Setting("max-queue", LIMITS, "whole", 256, "requests that may wait; 0 = no bound", "N", low=0),
+    Setting(
+        "max-queue-tokens", LIMITS, "whole", 0, "prompt tokens that may wait; 0 = no bound", "N",
+        low=0,
+    ),
+    Setting(
+        "first-token-timeout-s", LIMITS, "number", 0.0,
+        "seconds within which a request must have its first token; 0 = any", "S",
+        low=0, high=86400,
+    ),
+    Setting(
+        "total-timeout-s", LIMITS, "number", 0.0,
+        "seconds a request may take; 0 = any", "S", low=0, high=86400,
+    ),
+    Setting(
+        "key-parallel", LIMITS, "whole", 0, "requests at once per key; 0 = any", "N", low=0
+    ),
+    Setting(
+        "key-requests-per-minute", LIMITS, "whole", 0, "per key; 0 = any", "N", low=0
+    ),
+    Setting(
+        "key-tokens-per-minute", LIMITS, "whole", 0,
+        "prompt and completion tokens per key; 0 = any", "N", low=0,
+    ),
+    Setting(
+        "metrics-compat", LOGGING, "text", "none", "also metrics under others' names",
+        choices=("none", "vllm"),
+    ),
+    Setting(
+        "otel-endpoint", LOGGING, "text", "", "where traces go (OTLP over HTTP); empty = nowhere",
+        "URL",
+    ),
+    Setting(
+        "kv-events", LOGGING, "text", "",
+        "ZMQ address for cache events, such as tcp://127.0.0.1:5557; they tell prompts' tokens",
+        "ADDRESS",
+    ),
+    Setting(
+        "kv-events-replay", LOGGING, "text", "", "ZMQ address to replay cache events from",
+        "ADDRESS",
+    ),
     Setting(
         "log-format", LOGGING, "text", "text", "form of the log lines", choices=("text", "json")
     ),
@@ -162,14 +236,11 @@ class Settings:
 
     def serve_settings(self) -> ServeSettings:
         """What the server needs; clients see the target's name unless model-name is given."""
-        return ServeSettings(
-            host=self["host"],
-            port=self["port"],
-            grpc_port=self["grpc-port"],
-            model_name=self["model-name"] or self["target"],
-            allow_origins=self["allow-origins"],
-            drain_s=float(self["drain-s"]),
-        )
+        shared = {field.name for field in fields(ServeSettings)}
+        values = {s.field: chosen.value for s, chosen in self if s.field in shared}
+        switches = {name: values[name] == "on" for name in ("page", "reflection")}
+        name = self["model-name"] or self["target"]
+        return ServeSettings(**{**values, **switches, "model_name": name})
 
 
 def settle(

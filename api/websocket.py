@@ -13,21 +13,16 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 from urllib.parse import urlsplit
 
 from spec_serve.api import messages as m
+from spec_serve.api.calls import Receive, Scope, Send
 from spec_serve.api.generation import Generation, Outbox, failure
 from spec_serve.api.service import MAX_GENERATIONS, Service
 from spec_serve.api.version import __version__
 from spec_serve.spec.request import RequestError
 
 log = logging.getLogger("spec_serve.websocket")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 WRONG_FRAME, BAD_MESSAGE, SLOW, RESTART = 1003, 4400, 4408, 1012
 MAX_UNREAD = 64  # answers waiting for a client that goes on talking
@@ -141,7 +136,7 @@ class Socket:
                 self._generate(message)
             elif isinstance(message, m.Cancel):
                 self._cancel(message.gen)
-            else:
+            elif isinstance(message, m.Ping):
                 self.say(m.Pong(message.t, time.time()))
 
     def _refuse(self, frame: bytes | str, error: m.BadMessage) -> None:

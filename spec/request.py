@@ -17,14 +17,15 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 class RequestError(ValueError):
     """A request that can't be served as asked; `field` names what is wrong.
 
-    code: invalid_request | context_length_exceeded | overloaded | draining | timeout |
-    engine_error.
+    code: one of api/messages.py's Code; the engine's own are invalid_request,
+    context_length_exceeded, overloaded, draining, timeout, duplicate_id and engine_error.
     """
 
     def __init__(self, field: str, message: str, code: str = "invalid_request") -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
         self.code = code
+        self.retry_after_ms = 0  # 0: what is usual for the code
 
 
 @dataclass(frozen=True, slots=True)
