@@ -12,19 +12,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from spec_serve.api.settings import (
-    ENGINE_GROUPS,
-    LIMITS,
-    LOGGING,
-    PROCESS,
-    SECURITY,
-    SERVER,
-    SETTINGS,
-    Settings,
-    settle,
-)
+from spec_serve.api.settings import EVERYDAY, FURTHER, SETTINGS, Setting, Settings, settle
 
-ALL_GROUPS = (*ENGINE_GROUPS, SERVER, SECURITY, LIMITS, LOGGING, PROCESS)
+ALL_GROUPS = (*EVERYDAY, *FURTHER)
 USAGE_ERROR = 2
 
 
@@ -41,39 +31,61 @@ class Parser(argparse.ArgumentParser):
                 prog, max_help_position=30, width=100
             ),
         )
+        self.further: list[tuple[argparse.Action, str]] = []  # shown by --help-all alone
 
 
-def add_settings(parser: argparse.ArgumentParser, groups: Iterable[str] = ALL_GROUPS) -> None:
-    """Add the flags of these groups, and --config."""
+class HelpAll(argparse.Action):
+    """--help-all: the help with the groups that --help leaves out."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        assert isinstance(parser, Parser)
+        for action, said in parser.further:
+            action.help = said
+        parser.print_help()
+        parser.exit()
+
+
+def add_settings(parser: Parser, groups: Iterable[str] = ALL_GROUPS) -> None:
+    """Add the flags of these groups, and --config; those of FURTHER groups are shown on demand."""
+    groups = tuple(groups)
     for group in groups:
         section = parser.add_argument_group(group)
         for setting in SETTINGS:
             if setting.group != group:
                 continue
-            said = setting.help.replace("%", "%%")
-            if setting.kind == "switch":
-                section.add_argument(
-                    setting.flag, dest=setting.field, action="store_const", const="true",
-                    default=argparse.SUPPRESS, help=said,
-                )  # fmt: skip
-                continue
-            if setting.default not in ("", ()):
-                said += f" (default: {setting.default})"
-            section.add_argument(
-                setting.flag,
-                dest=setting.field,
-                default=argparse.SUPPRESS,
-                action="append" if setting.kind == "list" else "store",
-                metavar="{" + ",".join(setting.choices) + "}"
-                if setting.choices
-                else setting.metavar,
-                help=said,
-            )
+            action = _add(section, setting)
+            if group in FURTHER:
+                parser.further.append((action, action.help or ""))
+                action.help = argparse.SUPPRESS
+    if parser.further:
+        parser.add_argument(
+            "--help-all", nargs=0, action=HelpAll, default=argparse.SUPPRESS,
+            help="also show the flags for " + ", ".join(g for g in groups if g in FURTHER),
+        )  # fmt: skip
     parser.add_argument_group("configuration").add_argument(
         "--config",
         metavar="FILE",
         help="TOML file of settings, named like the flags; each also has a variable such as "
         "SPEC_SERVE_MAX_ROWS. A flag wins over a variable, that over the file",
+    )
+
+
+def _add(section: argparse._ArgumentGroup, setting: Setting) -> argparse.Action:
+    said = setting.help.replace("%", "%%")
+    if setting.kind == "switch":
+        return section.add_argument(
+            setting.flag, dest=setting.field, action="store_const", const="true",
+            default=argparse.SUPPRESS, help=said,
+        )  # fmt: skip
+    if setting.default not in ("", ()):
+        said += f" (default: {setting.default})"
+    return section.add_argument(
+        setting.flag,
+        dest=setting.field,
+        default=argparse.SUPPRESS,
+        action="append" if setting.kind == "list" else "store",
+        metavar="{" + ",".join(setting.choices) + "}" if setting.choices else setting.metavar,
+        help=said,
     )
 
 

@@ -65,8 +65,11 @@ class Setting:
 
 MODEL, MEMORY, SPECULATION = "model", "memory and batching", "speculation"
 SERVER, SECURITY, LIMITS = "server", "security", "limits"
-LOGGING, PROCESS = "logging and metrics", "process"
+TRANSPORTS, METRICS = "transports", "metrics and traces"
+LOGGING, PROCESS = "logging", "process"
 ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION)
+EVERYDAY = (*ENGINE_GROUPS, SERVER, LOGGING, PROCESS)  # what --help shows
+FURTHER = (TRANSPORTS, SECURITY, LIMITS, METRICS)  # what --help-all shows too
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("target", MODEL, "text", "", "model to serve: path, short name or hub id", "MODEL"),
@@ -117,19 +120,19 @@ SETTINGS: tuple[Setting, ...] = (
         "drain-s", SERVER, "number", 30.0,
         "seconds running requests get to finish after SIGTERM", "S", low=0, high=86400,
     ),
-    Setting("page", SERVER, "text", "on", "the chat page at /", choices=("on", "off")),
+    Setting("page", TRANSPORTS, "text", "on", "the chat page at /", choices=("on", "off")),
     Setting(
-        "reflection", SERVER, "text", "on", "gRPC reflection", choices=("on", "off")
+        "reflection", TRANSPORTS, "text", "on", "gRPC reflection", choices=("on", "off")
     ),
     Setting(
-        "ws-impl", SERVER, "text", "picows", "WebSocket implementation",
+        "ws-impl", TRANSPORTS, "text", "picows", "WebSocket implementation",
         choices=("picows", "websockets"),
     ),
     Setting(
-        "engine-process", SERVER, "switch", False, "run the engine in a process of its own"
+        "engine-process", TRANSPORTS, "switch", False, "run the engine in a process of its own"
     ),
     Setting(
-        "resume-window-s", SERVER, "number", 60.0,
+        "resume-window-s", TRANSPORTS, "number", 60.0,
         "seconds a resumable generation outlives its dropped WebSocket", "S", low=0, high=3600,
     ),
     Setting(
@@ -174,20 +177,20 @@ SETTINGS: tuple[Setting, ...] = (
         "prompt and completion tokens per key; 0 = any", "N", low=0,
     ),
     Setting(
-        "metrics-compat", LOGGING, "text", "none", "also metrics under others' names",
+        "metrics-compat", METRICS, "text", "none", "also metrics under others' names",
         choices=("none", "vllm"),
     ),
     Setting(
-        "otel-endpoint", LOGGING, "text", "", "where traces go (OTLP over HTTP); empty = nowhere",
+        "otel-endpoint", METRICS, "text", "", "where traces go (OTLP over HTTP); empty = nowhere",
         "URL",
     ),
     Setting(
-        "kv-events", LOGGING, "text", "",
+        "kv-events", METRICS, "text", "",
         "ZMQ address for cache events, such as tcp://127.0.0.1:5557; they tell prompts' tokens",
         "ADDRESS",
     ),
     Setting(
-        "kv-events-replay", LOGGING, "text", "", "ZMQ address to replay cache events from",
+        "kv-events-replay", METRICS, "text", "", "ZMQ address to replay cache events from",
         "ADDRESS",
     ),
     Setting(

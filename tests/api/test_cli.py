@@ -62,9 +62,19 @@ def test_help_without_a_command_names_all_flags_and_commands(
         cli.main(["--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
-    flags = [setting.flag for setting in SETTINGS]
+    further = [setting.flag for setting in SETTINGS if setting.group in FURTHER]
+    flags = [setting.flag for setting in SETTINGS if setting.flag not in further]
     assert [flag for flag in flags if flag not in said] == []
+    assert [flag for flag in further if flag in said.split()] == []
     assert [name for name in cli.COMMANDS if f"\n  {name} " not in said] == []
+
+
+def test_help_all_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help-all"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert [setting.flag for setting in SETTINGS if setting.flag not in said] == []
 
 
 def test_a_wrong_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from spec_serve.api.server_settings import ServeSettings
-from spec_serve.api.settings import BY_KEY, SETTINGS, SettingError, parse, settle
+from spec_serve.api.settings import (
+    BY_KEY,
+    EVERYDAY,
+    FURTHER,
+    SETTINGS,
+    SettingError,
+    parse,
+    settle,
+)
 from spec_serve.spec.assemble import EngineOptions
 
 
@@ -46,8 +54,10 @@ def test_every_option_of_the_engine_is_a_setting() -> None:
     assert set(settle({"target": "m"}, {}).engine_fields()) == fields
 
 
-def test_at_most_25_flags_with_those_beside_the_table() -> None:
-    assert len(SETTINGS) + len(("--config", "--help", "--version")) <= 25
+def test_help_shows_at_most_25_flags_and_help_all_every_one() -> None:
+    shown = [setting for setting in SETTINGS if setting.group in EVERYDAY]
+    assert len(shown) + len(("--config", "--help", "--help-all", "--version")) <= 25
+    assert {setting.group for setting in SETTINGS} == {*EVERYDAY, *FURTHER}
 
 
 def test_all_values_reach_the_server() -> None:
