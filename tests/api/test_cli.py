@@ -23,7 +23,7 @@ from spec_serve.api.cli_flags import Parser, add_settings, read_settings
 from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.ports import taken
 from spec_serve.api.server_settings import ServeSettings
-from spec_serve.api.settings import SETTINGS, settle
+from spec_serve.api.settings import FURTHER, SETTINGS, settle
 
 
 @pytest.fixture
