@@ -53,10 +53,14 @@ class Runs(Protocol):
     def stats(self) -> EngineStats: ...
 
 
+Observer = Callable[[list[Event]], None]
+
+
 class EngineLink(Protocol):
     """An engine as the loop sees it. Events go to `Request.sink`, called in the loop's thread."""
 
     info: EngineInfo
+    observer: Observer | None  # told all events of a step after their sinks, for metrics
 
     @property
     def alive(self) -> bool: ...
@@ -99,6 +103,7 @@ class ThreadLink:
         thread: EngineThread | None = None,
     ) -> None:
         self.info = engine.info
+        self.observer: Observer | None = None
         self._engine = engine
         self._on_death = on_death
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -214,6 +219,11 @@ class ThreadLink:
                     # One reader's trouble must not cost the others their events of this step.
                     log.exception("the sink of request %s failed", request.id)
                     self._engine.cancel(request.id)
+        if self.observer is not None:
+            try:
+                self.observer(events)
+            except Exception:
+                log.exception("the observer of events failed")
 
     def _ended(self, failed: bool) -> None:
         self._dead = True
