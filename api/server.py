@@ -28,6 +28,8 @@ from spec_serve.api.http import STREAM_PATH, App
 from spec_serve.api.http_limits import BoundedHttp
 from spec_serve.api.link import Runs, ThreadLink
 from spec_serve.api.messages import Draining
+from spec_serve.api.metrics import Meter
+from spec_serve.api.ops import Operations
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service
 from spec_serve.api.websocket import RESTART
@@ -97,6 +99,9 @@ class Server:
         if config is None:
             config = _find_generation_config(engine.info.model)
         self.service = Service(self.link, tokenizer, settings.model_name, sampling_defaults(config))
+        meter = Meter()
+        self.link.observer = meter.observe
+        self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.keys = OPEN
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
         self.port = settings.port
@@ -109,7 +114,7 @@ class Server:
 
     def _routes(self) -> list[Route]:
         """What HTTP offers besides the App's own; a module each."""
-        return []
+        return [*self.operations.routes()]
 
     def addresses(self) -> list[str]:
         """What to open: the WebSocket, gRPC and health addresses."""
