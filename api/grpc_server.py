@@ -17,10 +17,12 @@ from grpc_reflection.v1alpha import reflection
 
 from spec_serve.api import grpc_convert as convert
 from spec_serve.api import messages as m
+from spec_serve.api.auth import OPEN, Keys
 from spec_serve.api.generation import Outbox, failure
 from spec_serve.api.grpc_guard import Guard
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service, shown_name
 from spec_serve.api.text import TextStream
 from spec_serve.api.version import __version__
@@ -164,20 +166,34 @@ class SpecServe(pb_grpc.SpecServeServicer):
 
 
 class GrpcServer:
-    """A server bound to an address; `port` is the real one. Raises OSError if it is taken."""
+    """A server bound to the settings' address; `port` is the real one. OSError if it is taken.
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    keys: what callers must present. credentials: TLS; None = none.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        settings: ServeSettings,
+        keys: Keys = OPEN,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        host, port = settings.host, settings.grpc_port
         self.servicer = SpecServe(service)
-        self._server = grpc.aio.server(interceptors=[Guard()], options=OPTIONS)
+        self._server = grpc.aio.server(interceptors=[Guard(keys)], options=OPTIONS)
         self._health = HealthServicer()
         add = pb_grpc.add_SpecServeServicer_to_server
         add(self.servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
+        if settings.reflection:
+            reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port = self._server.add_insecure_port(where)
+            if credentials is None:
+                self.port = self._server.add_insecure_port(where)
+            else:
+                self.port = self._server.add_secure_port(where, credentials)
         except RuntimeError as error:
             raise OSError(f"grpc-port: can't listen on {where}") from error
         if not self.port:

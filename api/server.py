@@ -32,6 +32,7 @@ from spec_serve.api.metrics import Meter
 from spec_serve.api.ops import Operations
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service
+from spec_serve.api.traces import Traces, exporter
 from spec_serve.api.websocket import RESTART
 
 log = logging.getLogger("spec_serve.server")
@@ -100,7 +101,11 @@ class Server:
             config = _find_generation_config(engine.info.model)
         self.service = Service(self.link, tokenizer, settings.model_name, sampling_defaults(config))
         meter = Meter()
-        self.link.observer = meter.observe
+        self.traces: Traces | None = None
+        self.link.observers.append(meter.observe)
+        if settings.otel_endpoint:
+            self.traces = Traces(exporter(settings.otel_endpoint), self.service.model)
+            self.link.observers.append(self.traces.observe)
         self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.keys = OPEN
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
@@ -137,7 +142,7 @@ class Server:
             if settings.grpc_port is not None:
                 if settings.grpc_port == self.port:
                     raise ValueError(f"grpc-port: {self.port} is the HTTP port already")
-                self.grpc = GrpcServer(self.service, settings.host, settings.grpc_port)
+                self.grpc = GrpcServer(self.service, settings, self.keys)
             self._http = HttpServer(_uvicorn_config(self.app, settings))
         except BaseException:
             bound.close()
@@ -230,6 +235,8 @@ class Server:
         if not await self.link.stop():
             log.error("the engine is still in its last step")
         self.service.close()
+        if self.traces is not None:
+            self.traces.close()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):

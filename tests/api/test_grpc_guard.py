@@ -39,7 +39,7 @@ def call(inner: Any, data: bytes = b"", *, stream: bool = False) -> tuple[Any, C
         return handler
 
     async def go() -> Any:
-        details = SimpleNamespace(method="/x/Y")
+        details = SimpleNamespace(method="/x/Y", invocation_metadata=())
         guarded = await Guard().intercept_service(continuation, details)
         assert guarded.response_streaming == stream
         method = guarded.unary_stream if stream else guarded.unary_unary
