@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Iterable
 
+from spec_serve.api import traces
 from spec_serve.api.auth import OPEN, Keys
 from spec_serve.api.calls import Call, HttpError, Receive, Route, Scope, Send
 from spec_serve.api.generation import failure
@@ -84,6 +85,7 @@ class App:
     async def _serve(self, call: Call) -> None:
         given = call.header("x-request-id") or ""
         call.id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        traces.caller.set(call.header("traceparent"))
         self.calls += 1
         try:
             route = self._find(call)

@@ -60,7 +60,7 @@ class EngineLink(Protocol):
     """An engine as the loop sees it. Events go to `Request.sink`, called in the loop's thread."""
 
     info: EngineInfo
-    observer: Observer | None  # told all events of a step after their sinks, for metrics
+    observers: list[Observer]  # told all events of a step after their sinks, for metrics
 
     @property
     def alive(self) -> bool: ...
@@ -103,7 +103,7 @@ class ThreadLink:
         thread: EngineThread | None = None,
     ) -> None:
         self.info = engine.info
-        self.observer: Observer | None = None
+        self.observers: list[Observer] = []
         self._engine = engine
         self._on_death = on_death
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -219,11 +219,11 @@ class ThreadLink:
                     # One reader's trouble must not cost the others their events of this step.
                     log.exception("the sink of request %s failed", request.id)
                     self._engine.cancel(request.id)
-        if self.observer is not None:
+        for observe in self.observers:
             try:
-                self.observer(events)
+                observe(events)
             except Exception:
-                log.exception("the observer of events failed")
+                log.exception("an observer of events failed")
 
     def _ended(self, failed: bool) -> None:
         self._dead = True

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from spec_serve.api import messages as m
+from spec_serve.api import traces
 from spec_serve.api.convert import GREEDY, Prepared, SamplingDefaults, TextTokens, to_request
 from spec_serve.api.generation import Generation, Outbox
 from spec_serve.api.link import EngineLink
@@ -115,7 +116,7 @@ class Service:
     ) -> Generation:
         """Submit; its messages go to the outbox. Raises RequestError."""
         made = Generation(gen, self.model, prepared, outbox, self.link.cancel, on_over)
-        prepared.request.sink = made.take
+        prepared.request.sink, prepared.request.trace = made.take, traces.caller.get()
         try:
             self.link.submit(prepared.request)
         except RequestError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 Mode = Literal["auto", "off", "max"]
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -100,7 +100,8 @@ class Request:
     logprobs: None = none, k >= 0 = chosen token plus k alternatives: log-softmax of the target's
     raw logits, before penalties, bias, masks, temperature and filters. salt: namespace of the
     prefix cache. priority: higher first. deadline: time.monotonic() seconds. sink: called with each
-    event of this request, in the thread of the link that delivers it. tag: the caller's own.
+    event of this request, in the thread of the link that delivers it. trace: the W3C traceparent of
+    who asks.
     """
 
     id: str
@@ -115,7 +116,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     sink: Callable[[Event], None] | None = None
-    tag: Any = None
+    trace: str | None = None
 
 
 @dataclass(slots=True)
@@ -132,7 +133,8 @@ class StepRecord:
     """What one verify step did for one row.
 
     drafted/accepted: guesses in the tree / on the accepted path. sources: per source name, how many
-    (drafted, accepted) of them. The times are of the whole step, in microseconds.
+    (drafted, accepted) of them. The times are of the whole step, in microseconds. tree_sources:
+    per guess of the tree, the name of the source that proposed it first.
     """
 
     step: int
@@ -145,6 +147,7 @@ class StepRecord:
     rows: int
     tree_tokens: list[int]
     tree_parents: list[int]
+    tree_sources: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
