@@ -189,6 +189,7 @@ class Generation:
         if self._detail == "tokens":
             made.drafted_ids, made.drafted_parents = step.tree_tokens, step.tree_parents
             made.drafted_text = [self._token_text(token) for token in step.tree_tokens]
+            made.drafted_sources = step.tree_sources
         return made
 
     def _finished(self, event: Finished) -> None:

@@ -178,8 +178,8 @@ class Started(Message, tag="started"):
 class Step(Struct, array_like=True):
     """A verify step. sources: per name (drafted, accepted). Times in microseconds.
 
-    drafted_ids, drafted_parents, drafted_text: the tree of guesses, only with steps "tokens"; a
-    parent is the place of another guess, or -1.
+    drafted_ids, drafted_parents, drafted_text, drafted_sources: the tree of guesses, only with
+    steps "tokens"; a parent is the place of another guess, or -1.
     """
 
     step: int
@@ -192,6 +192,7 @@ class Step(Struct, array_like=True):
     drafted_ids: list[int] = []
     drafted_parents: list[int] = []
     drafted_text: list[str] = []
+    drafted_sources: list[str] = []
 
 
 class Logprob(Struct, array_like=True):

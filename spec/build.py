@@ -364,21 +364,23 @@ class Builder:
             self.store.mark_drafted([*kv.slots[row.drafted :], following])
             row.drafted = len(kv.tokens) + 1
 
-    def sources(self, row: Row, path: Sequence[int], given: int) -> dict[str, tuple[int, int]]:
-        """Per source name, (drafted, accepted) nodes of the row's verified tree."""
+    def sources(
+        self, row: Row, path: Sequence[int], given: int
+    ) -> tuple[dict[str, tuple[int, int]], list[str]]:
+        """Per source name, (drafted, accepted) nodes of the verified tree; each guess's name."""
         candidates = row.candidates
         if candidates is None:
-            return {}
+            return {}, []
         right = set(path)
         counts: dict[str, tuple[int, int]] = {}
-        for guess, source in enumerate(row.source_of):
-            name = candidates.kinds[source].partition(":")[0]
+        names = [candidates.kinds[source].partition(":")[0] for source in row.source_of]
+        for guess, name in enumerate(names):
             drafted, accepted = counts.get(name, (0, 0))
             counts[name] = (drafted + 1, accepted + (given + guess in right))
         drafted, accepted = counts.get("prediction", (0, 0))
         row.accepted_prediction += accepted
         row.rejected_prediction += drafted - accepted
-        return counts
+        return counts, names
 
     def observe(self, job: Job, result: Result) -> None:
         """Correct the cost curves by what the step took (decoding steps only)."""

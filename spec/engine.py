@@ -339,12 +339,13 @@ class Engine:
         lps = None
         if row.request.logprobs is not None:
             lps = _logprobs(result.logprobs.get(b, []), taken)
-        sources = self.builder.sources(row, path, given) if drafted else {}
+        sources, names = self.builder.sources(row, path, given) if drafted else ({}, [])
         record = StepRecord(
             row.steps, drafted, accepted, sources, result.draft_us, result.verify_us, host_us,
             len(job.twigs),
             list(tokens[given:]) if drafted else [],
             [p - given for p in tree.parents[given:]] if drafted else [],
+            names,
         )  # fmt: skip
         self._events.append(Delta(row.request, row.index, new, lps, record))
         if reason is not None:

@@ -131,9 +131,12 @@ def test_steps_are_told_even_without_text() -> None:
 
 def test_the_tree_is_shown_on_demand() -> None:
     run = Run(steps="tokens")
-    run.say("a", record=step(0, 3, 1))
+    made = step(0, 3, 1)
+    made.tree_sources = ["suffix", "suffix", "radix"]
+    run.say("a", record=made)
     (delta,) = run.out()
     shown = delta.steps[0]
+    assert shown.drafted_sources == ["suffix", "suffix", "radix"]
     assert shown.drafted_ids == [0, 1, 2] and shown.drafted_parents == [-1, 0, 1]
     assert shown.drafted_text == [TOKENS.token_text(i) for i in range(3)]
 
