@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spec_serve.api.messages import ChatMessage, Generate
-from spec_serve.api.text import StopStrings, TextStream, TokenTable
+from spec_serve.api.text import StopStrings, StopWatch, TextStream, TokenTable
 from spec_serve.spec.request import Request, RequestError, Sampling, Speculation, Stopping
 
 
@@ -105,6 +105,10 @@ def _stream(wire: Generate, tokenizer: TokenTable, stops: StopStrings | None) ->
     )
 
 
+def _watch(wire: Generate, tokenizer: TokenTable, stops: StopStrings | None) -> StopWatch | None:
+    return StopWatch(tokenizer, stops, wire.skip_special_tokens) if stops is not None else None
+
+
 def to_request(
     wire: Generate,
     tokenizer: TextTokens,
@@ -137,7 +141,7 @@ def to_request(
             eos=frozenset(tokenizer.eos_ids),
             token_ids=frozenset(wire.stop_token_ids),
             ignore_eos=wire.ignore_eos,
-            watch=(lambda: _stream(wire, tokenizer, stops)) if stops is not None else None,
+            watch=_watch(wire, tokenizer, stops),
         ),
         speculation=Speculation(
             mode=spec.mode,

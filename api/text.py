@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -32,9 +33,10 @@ class StopStrings:
     the same for one stop string and for a thousand. Raises ValueError for an empty one.
     """
 
-    __slots__ = ("_fail", "_next", "depth", "ends", "initials")
+    __slots__ = ("_fail", "_next", "depth", "ends", "initials", "strings")
 
     def __init__(self, stops: Sequence[str]) -> None:
+        self.strings = tuple(stops)
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
         self.depth = [0]
@@ -164,3 +166,18 @@ class TextStream:
         keep = len(whole) - stops.depth[state]
         self._held = whole[keep:]
         return whole[:keep]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWatch:
+    """Makes the watcher of each choice (spec/request.py's Stopping.watch).
+
+    Plain data apart from the tokenizer, so that an engine in another process can have the same.
+    """
+
+    tokenizer: TokenTable
+    stops: StopStrings
+    skip_special: bool = True
+
+    def __call__(self) -> TextStream:
+        return TextStream(self.tokenizer, self.stops, self.skip_special)
