@@ -1,0 +1,252 @@
+"""What passes between the server and an engine in a process of its own: msgpack, no pickle.
+
+Requests go down under numbers, events of a step come back together under those numbers. Here too:
+how a Request and an Event become messages and again what they were. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from spec_serve.api.text import StopStrings, StopWatch, TokenTable
+from spec_serve.spec import request as r
+from spec_serve.spec.admission import EngineInfo, Limits
+from spec_serve.spec.stats import EngineStats
+
+
+class Load(msgspec.Struct, tag=0, array_like=True):
+    """First of all: what to load. options: fields of EngineOptions. threads 0 = as torch wants."""
+
+    options: dict[str, Any]
+    threads: int = 0
+    log_format: str = "text"
+    quiet: bool = True
+
+
+class Ends(msgspec.Struct, array_like=True):
+    """A Stopping; its watch as the strings it looks for, () = none."""
+
+    max_tokens: int | None
+    min_tokens: int
+    eos: frozenset[int]
+    token_ids: frozenset[int]
+    ignore_eos: bool
+    stops: tuple[str, ...]
+    skip_special: bool
+
+
+class Submit(msgspec.Struct, tag=1, array_like=True):
+    """A Request. deadline is time.monotonic() seconds: one clock for all processes of a machine."""
+
+    number: int
+    id: str
+    prompt: list[int]
+    sampling: r.Sampling
+    stopping: Ends
+    speculation: r.Speculation
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    salt: str
+    priority: int
+    deadline: float | None
+
+
+class Cancel(msgspec.Struct, tag=2, array_like=True):
+    """End a request."""
+
+    number: int
+
+
+class Drain(msgspec.Struct, tag=3, array_like=True):
+    """Take no new requests."""
+
+
+class Stop(msgspec.Struct, tag=4, array_like=True):
+    """End after the step in progress."""
+
+
+class Flush(msgspec.Struct, tag=5, array_like=True):
+    """Drop what can be dropped from the prefix cache; answered by Flushed of the same number."""
+
+    number: int
+
+
+ToEngine = Load | Submit | Cancel | Drain | Stop | Flush
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """A RequestError."""
+
+    field: str
+    message: str
+    code: str
+    retry_after_ms: int
+
+
+class Started(msgspec.Struct, tag=0, array_like=True):
+    """spec/request.py's Started of request `number`; the next three likewise."""
+
+    number: int
+    index: int
+    cached_tokens: int
+    queue_ms: float
+
+
+class PromptScored(msgspec.Struct, tag=1, array_like=True):
+    """Log-probabilities of a prompt."""
+
+    number: int
+    index: int
+    logprobs: list[r.TokenLogprob]
+
+
+class Delta(msgspec.Struct, tag=2, array_like=True):
+    """Tokens of one step for one choice."""
+
+    number: int
+    index: int
+    tokens: list[int]
+    logprobs: list[r.TokenLogprob] | None
+    step: r.StepRecord
+
+
+class Finished(msgspec.Struct, tag=3, array_like=True):
+    """The end of a choice."""
+
+    number: int
+    index: int
+    reason: r.Reason
+    matched: int | str | None
+    usage: r.Usage
+    timings: r.RequestTimings
+    error: Failure | None
+
+
+Told = Started | PromptScored | Delta | Finished
+
+
+class Step(msgspec.Struct, tag=10, array_like=True):
+    """The events of one step. stats: the counters, now and then. seen: newest request they know."""
+
+    events: list[Told]
+    seen: int
+    stats: EngineStats | None
+
+
+class Flushed(msgspec.Struct, tag=11, array_like=True):
+    """How many tokens a Flush has dropped."""
+
+    number: int
+    tokens: int
+
+
+class Loading(msgspec.Struct, tag=12, array_like=True):
+    """How far loading is: share from 0 to 1."""
+
+    what: str
+    share: float
+
+
+class Ready(msgspec.Struct, tag=13, array_like=True):
+    """Loaded; requests may come."""
+
+    info: EngineInfo
+    limits: Limits
+
+
+class Failed(msgspec.Struct, tag=14, array_like=True):
+    """Can't be loaded; message: what a user should read."""
+
+    message: str
+
+
+FromEngine = Step | Flushed | Loading | Ready | Failed
+
+encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
+for_engine = msgspec.msgpack.Decoder(ToEngine).decode
+for_server = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def to_submit(number: int, request: r.Request) -> Submit:
+    """A request for the engine's process. TypeError for a watch that is no StopWatch."""
+    stopping = request.stopping
+    watch = stopping.watch
+    if watch is not None and not isinstance(watch, StopWatch):
+        raise TypeError("only a StopWatch can be made again in another process")
+    ends = Ends(
+        stopping.max_tokens, stopping.min_tokens, stopping.eos, stopping.token_ids,
+        stopping.ignore_eos, watch.stops.strings if watch is not None else (),
+        watch.skip_special if watch is not None else True,
+    )  # fmt: skip
+    return Submit(
+        number, request.id, request.prompt, request.sampling, ends, request.speculation, request.n,
+        request.logprobs, request.prompt_logprobs, request.salt, request.priority, request.deadline,
+    )  # fmt: skip
+
+
+def from_submit(made: Submit, tokenizer: TokenTable) -> r.Request:
+    """The same request in the engine's process; `tokenizer` spells what its watch looks at."""
+    ends = made.stopping
+    watch = None
+    if ends.stops:
+        watch = StopWatch(tokenizer, StopStrings(ends.stops), ends.skip_special)
+    stopping = r.Stopping(
+        ends.max_tokens, ends.min_tokens, ends.eos, ends.token_ids, ends.ignore_eos, watch
+    )
+    return r.Request(
+        made.id, made.prompt, made.sampling, stopping, made.speculation, made.n, made.logprobs,
+        made.prompt_logprobs, made.salt, made.priority, made.deadline,
+    )  # fmt: skip
+
+
+def to_told(number: int, event: r.Event) -> Told:
+    """An event for the server."""
+    match event:
+        case r.Delta():
+            return Delta(number, event.index, event.tokens, event.logprobs, event.step)
+        case r.Finished():
+            error = event.error
+            return Finished(
+                number, event.index, event.reason, event.matched, event.usage, event.timings,
+                to_failure(error) if error is not None else None,
+            )  # fmt: skip
+        case r.Started():
+            return Started(number, event.index, event.cached_tokens, event.queue_ms)
+        case r.PromptScored():
+            return PromptScored(number, event.index, event.logprobs)
+
+
+def from_told(told: Told, request: r.Request) -> r.Event:
+    """The event again, about the server's own request."""
+    match told:
+        case Delta():
+            return r.Delta(request, told.index, told.tokens, told.logprobs, told.step)
+        case Finished():
+            error = told.error
+            return r.Finished(
+                request, told.index, told.reason, told.matched, told.usage, told.timings,
+                from_failure(error) if error is not None else None,
+            )  # fmt: skip
+        case Started():
+            return r.Started(request, told.index, told.cached_tokens, told.queue_ms)
+        case PromptScored():
+            return r.PromptScored(request, told.index, told.logprobs)
+
+
+def to_failure(error: r.RequestError) -> Failure:
+    """An error for the server."""
+    said = str(error)
+    if error.field:
+        said = said.removeprefix(f"{error.field}: ")
+    return Failure(error.field, said, error.code, error.retry_after_ms)
+
+
+def from_failure(failure: Failure) -> r.RequestError:
+    """The error again."""
+    error = r.RequestError(failure.field, failure.message, failure.code)
+    error.retry_after_ms = failure.retry_after_ms
+    return error
