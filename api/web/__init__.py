@@ -1,0 +1,1 @@
+"""The chat page: what it is made of (`static/`) and how it is served (`page.py`)."""
