@@ -33,6 +33,7 @@ from spec_serve.api.ops import Operations
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service
 from spec_serve.api.traces import Traces, exporter
+from spec_serve.api.web import page
 from spec_serve.api.websocket import RESTART
 
 log = logging.getLogger("spec_serve.server")
@@ -119,7 +120,7 @@ class Server:
 
     def _routes(self) -> list[Route]:
         """What HTTP offers besides the App's own; a module each."""
-        return [*self.operations.routes()]
+        return [*self.operations.routes(), *page.routes(self.settings)]
 
     def addresses(self) -> list[str]:
         """What to open: the WebSocket, gRPC and health addresses."""
