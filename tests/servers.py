@@ -24,9 +24,9 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from spec_serve.api import messages as m
-from spec_serve.api.client import Client
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+from spec_serve.client import Client
 
 CONTEXT = 160
 TRANSPORTS = (m.JSON, m.MSGPACK, "grpc")

@@ -16,6 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LADDER = ("cache", "kernels", "target", "draft", "spec", "api", "bench")
+# Packages whose place below `spec_serve` is not their place on disk.
+MOVED = {"api/client": "client"}
+# What a client may use of the server's side.
+CLIENT_MAY = ("spec_serve.api.messages", "spec_serve.api.proto", "spec_serve.client")
 MODULE_LINES = 450
 FUNCTION_LINES = 80
 
@@ -37,14 +41,18 @@ BESIDE = sorted(
 )
 LIGHT = sorted(
     path
-    for pattern in ("messages.py", "client.py", "version.py", "lang/**/*.py")
+    for pattern in ("messages.py", "client/*.py", "version.py", "lang/**/*.py")
     for path in (ROOT / "api").glob(pattern)
 )
 
 
 def dotted(path: Path) -> str:
-    """api/lang/__init__.py -> spec_serve.api.lang"""
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    """api/lang/__init__.py -> spec_serve.api.lang; api/client/tls.py -> spec_serve.client.tls"""
+    name = path.relative_to(ROOT).with_suffix("").as_posix()
+    for place, other in MOVED.items():
+        if name.startswith(f"{place}/"):
+            name = other + name.removeprefix(place)
+    parts = name.split("/")
     return ".".join(("spec_serve", *(part for part in parts if part != "__init__")))
 
 
@@ -78,6 +86,8 @@ def package_of(path: Path) -> str:
 def climbs(tree: ast.AST, folder: str, package: str) -> list[str]:
     """Imports that reach to the right of `folder` on the ladder, or to bare folder names."""
     allowed = LADDER[: LADDER.index(folder) + 1]
+    if "api" in allowed:
+        allowed += tuple(MOVED.values())
     wrong = []
     for name, line in imported(tree, package):
         parts = name.split(".")
@@ -87,6 +97,16 @@ def climbs(tree: ast.AST, folder: str, package: str) -> list[str]:
         if parts[0] in (*LADDER, "tests"):
             wrong.append(f"line {line}: {name} is not below spec_serve")
     return wrong
+
+
+def test_a_client_uses_little_of_the_server() -> None:
+    wrong = []
+    for path in sorted((ROOT / "api/client").glob("*.py")):
+        for name, line in imported(parsed(path), package_of(path)):
+            known = any(f"{name}.".startswith(f"{may}.") for may in CLIENT_MAY)
+            if name.startswith("spec_serve.") and not known and name != "spec_serve.api":
+                wrong.append(f"{relative(path)}:{line}: {name}")
+    assert wrong == []
 
 
 def chain(node: ast.AST) -> str:
@@ -253,7 +273,8 @@ def test_bare_folders_are_not_on_the_path() -> None:
 
 def test_type_checkers_see_every_folder() -> None:
     links = {path.name: path.resolve() for path in (ROOT / ".typing/spec_serve").iterdir()}
-    assert links == {folder: ROOT / folder for folder in LADDER}
+    moved = {name: ROOT / place for place, name in MOVED.items()}
+    assert links == {folder: ROOT / folder for folder in LADDER} | moved
 
 
 # Pieced together, or this file would find itself.

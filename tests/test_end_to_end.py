@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from spec_serve.api import messages as m
-from spec_serve.api.client import Client
 from spec_serve.api.text import TextStream
+from spec_serve.client import Client
 from tests.api.tokens import TinyTokens
 from tests.engines import engine, tokens
 from tests.servers import CONTEXT, TRANSPORTS, Got, Server, ask, ask_socket, refusal, start

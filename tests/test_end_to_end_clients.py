@@ -18,10 +18,10 @@ import grpc
 import pytest
 
 from spec_serve.api import messages as m
-from spec_serve.api.client import Client, ConnectionLost
 from spec_serve.api.grpc_convert import proto_field
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+from spec_serve.client import Client, ConnectionLost
 from tests.api.tokens import TinyTokens
 from tests.engines import engine, tokens
 from tests.servers import TRANSPORTS, Got, Server, ask, ask_socket, refusal, start, to_proto

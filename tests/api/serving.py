@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from spec_serve.api import messages as m
-from spec_serve.api.client import Client
 from spec_serve.api.server import Server
 from spec_serve.api.server_settings import ServeSettings
+from spec_serve.client import Client
 from tests.api.echo import ByteTokens, Echo
 
 CODECS = (m.JSON, m.MSGPACK)

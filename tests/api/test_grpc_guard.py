@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from spec_serve.api import messages as m
-from spec_serve.api.client import Client
 from spec_serve.api.grpc_guard import Guard
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+from spec_serve.client import Client
 from tests.api.processes import echo_server
 
 

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from spec_serve.api import messages as m
-from spec_serve.api.client import Client, ServerError
+from spec_serve.client import Client, ServerError
 from tests.api.echo import Echo
 from tests.api.serving import CODECS, collect, served, until
 

@@ -1,0 +1,377 @@
+"""The WebSocket client: many generations at once over one socket, going on after a drop if told to.
+
+Speaks api/messages.py and nothing else. Imports no torch and knows no models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import ssl
+from collections.abc import AsyncIterator, Coroutine
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.typing import Subprotocol
+
+from spec_serve.api import messages as m
+from spec_serve.client.answers import (
+    Answer,
+    ConnectionLost,
+    GenerationEvent,
+    Messages,
+    ServerError,
+    gathered_from,
+    request,
+)
+from spec_serve.client.streams import Stream
+from spec_serve.client.tls import Tls
+
+PATH = "/v1/stream"
+CONNECT_S = 10.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
+# Closed by a restart, a failure or the network; other codes say that coming back is of no use.
+COME_BACK = (1001, 1006, 1011, 1012, 1013)
+_REFUSALS: dict[int, m.Code] = {
+    401: "unauthorized", 403: "forbidden", 429: "rate_limited", 503: "overloaded",
+}  # fmt: skip
+
+
+def address(url: str) -> str:
+    """ws(s)://host:port/v1/stream from that, from http(s)://host:port or from host:port."""
+    parts = urlsplit(url if "://" in url else f"ws://{url}")
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    if scheme not in ("ws", "wss") or not parts.netloc:
+        raise ValueError(f"url: {url!r} is not an address such as ws://127.0.0.1:8000")
+    return urlunsplit(parts._replace(scheme=scheme, path=parts.path.rstrip("/") or PATH))
+
+
+class Client:
+    """`async with Client(url) as client`.
+
+    codec: messages.MSGPACK or messages.JSON. origin: as a browser would say it. api_key: sent with
+    the handshake. tls: for wss://, whom to trust. resume: come back after a drop and go on where
+    generations were, within the window the server gives. silence_s: a generation that says nothing
+    for so long ends with TimeoutError.
+
+    Connecting raises ServerError if refused, OSError if nobody listens, TimeoutError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        codec: str = m.MSGPACK,
+        origin: str | None = None,
+        *,
+        api_key: str | None = None,
+        tls: Tls | ssl.SSLContext | None = None,
+        resume: bool = False,
+        connect_s: float = CONNECT_S,
+        silence_s: float | None = None,
+    ) -> None:
+        self.url = address(url)
+        self.hello: m.Hello | None = None
+        self.draining = False
+        self.errors: list[m.Error] = []  # those that belong to no generation
+        self.resumes = 0  # how often a drop was mended
+        self._codec = m.Codec(codec)
+        self._origin, self._resume = origin, resume
+        self._connect_s, self._silence_s = connect_s, silence_s
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._tls = tls.context() if isinstance(tls, Tls) else tls
+        self._socket: ClientConnection | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._streams: dict[str, Stream] = {}
+        self._pongs: asyncio.Queue[m.Pong] = asyncio.Queue()
+        self._ids = itertools.count()
+        self._opening = asyncio.Lock()
+        self._asides: set[asyncio.Task[None]] = set()
+        self._up = False
+        self._closed = False
+        self._lost: int | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._connect()
+        self._reader = asyncio.create_task(self._serve())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End everything; what runs is cancelled by the server."""
+        self._closed = True
+        assert self._socket is not None and self._reader is not None
+        for stream in list(self._streams.values()):
+            if self._up and stream.request.resumable:  # or the server would keep it running
+                with contextlib.suppress(ConnectionLost):
+                    await self._say(m.Cancel(stream.request.gen))
+        await self._socket.close()
+        if not self._up:
+            self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        self._end_all()
+
+    async def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        token_ids: list[int] | None = None,
+        gen: str = "",
+        **options: Any,
+    ) -> AsyncIterator[GenerationEvent]:
+        """Events of one generation as they come; options: further fields of `Generate`.
+
+        Leaving the loop early cancels the generation. Raises BadMessage for a request that breaks
+        the schema, ServerError, ConnectionLost, TimeoutError.
+        """
+        gen = gen or f"g{next(self._ids)}"
+        if self._resume:
+            options = {"resumable": True, **options}
+        wire = request(gen, prompt, messages, token_ids, options)
+        if gen in self._streams:
+            raise ValueError(f"gen: {gen!r} is already running")
+        if self._resume:
+            await self._ensure()
+        stream = self._streams[gen] = Stream(wire)
+        over = False
+        try:
+            await self._ask(stream)
+            while not over:
+                try:
+                    event = await stream.next(self._silence_s)
+                except (ServerError, ConnectionLost):
+                    over = True
+                    raise
+                over = isinstance(event, m.Finished) and event.last
+                yield event
+        finally:
+            # A stream that is left early stays known until its end has come.
+            stream.left = not over
+            if over:
+                self._streams.pop(gen, None)
+            elif self._up:
+                with contextlib.suppress(ConnectionLost):
+                    await self._say(m.Cancel(gen))
+
+    async def complete(
+        self, prompt: str | None = None, *, token_ids: list[int] | None = None, **options: Any
+    ) -> Answer:
+        """The whole answer to a prompt, token ids included. Options and errors as `generate`."""
+        options = {"ids": True, **options}
+        return await gathered_from(self.generate(prompt=prompt, token_ids=token_ids, **options))
+
+    async def chat(self, messages: Messages, **options: Any) -> Answer:
+        """The whole answer to a conversation, or to one message. Otherwise as `complete`."""
+        return await gathered_from(self.generate(messages=messages, **{"ids": True, **options}))
+
+    async def cancel(self, gen: str) -> None:
+        """End a generation; its Finished still comes."""
+        await self._say(m.Cancel(gen))
+
+    async def ping(self) -> m.Pong:
+        """One round trip."""
+        await self._say(m.Ping(asyncio.get_running_loop().time()))
+        return await self._pongs.get()
+
+    def abort(self) -> None:
+        """Drop the connection without a word, as a crash would."""
+        assert self._socket is not None
+        self._socket.transport.abort()
+
+    async def send_raw(self, frame: bytes | str) -> None:
+        """Send a frame as it is, for tests of a server's manners."""
+        assert self._socket is not None
+        await self._socket.send(frame)
+
+    async def _connect(self) -> None:
+        secure: dict[str, Any] = {"ssl": self._tls} if self._tls is not None else {}
+        try:
+            socket = await connect(
+                self.url,
+                subprotocols=[Subprotocol(self._codec.name)],
+                origin=self._origin,  # type: ignore[arg-type]
+                additional_headers=self._headers,
+                compression=None,
+                max_size=None,
+                open_timeout=self._connect_s,
+                proxy=None,
+                **secure,
+            )
+        except InvalidStatus as refused:
+            raise _refusal(refused) from None
+        except InvalidHandshake as error:
+            raise ConnectionLost(None, f"{self.url}: {error}") from None
+        try:
+            async with asyncio.timeout(self._connect_s):
+                first = self._codec.server_message(await socket.recv())
+        except ConnectionClosed as closed:
+            raise ConnectionLost(closed.rcvd.code if closed.rcvd else None) from None
+        if isinstance(first, m.Error):
+            await socket.close()
+            raise ServerError(first)
+        if not isinstance(first, m.Hello):
+            await socket.close()
+            raise ConnectionLost(None, f"{self.url}: the server did not say hello")
+        self._socket, self.hello, self._up = socket, first, True
+        self._lost, self.draining = None, False
+
+    async def _ensure(self) -> None:
+        """Connect anew where all attempts had been given up."""
+        async with self._opening:
+            if self._closed or self._reader is None or not self._reader.done():
+                return
+            await self._connect()
+            self._reader = asyncio.create_task(self._serve())
+
+    async def _ask(self, stream: Stream) -> None:
+        if self._up or not self._resume:
+            try:
+                await self._say(stream.request)
+            except ConnectionLost:
+                if not self._resume:  # else it is asked for once the connection is back
+                    raise
+
+    async def _say(self, message: m.Client) -> None:
+        assert self._socket is not None
+        frame = self._codec.encode(message)
+        try:
+            await self._socket.send(frame.decode() if self._codec.text else frame)
+        except ConnectionClosed as closed:
+            raise ConnectionLost(closed.rcvd.code if closed.rcvd else None) from None
+
+    async def _serve(self) -> None:
+        while True:
+            await self._read()
+            if not await self._back():
+                break
+        self._end_all()
+
+    def _end_all(self) -> None:
+        for stream in self._streams.values():
+            stream.fail(ConnectionLost(self._lost))
+        self._streams.clear()
+
+    async def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            while True:
+                message = self._codec.server_message(await self._socket.recv())
+                self._take(message)
+                if self._resume and isinstance(message, m.Delta):
+                    stream = self._streams.get(message.gen)
+                    ack = stream.ack() if stream is not None else None
+                    if ack is not None:
+                        await self._say(ack)
+        except ConnectionClosed as closed:
+            self._lost = closed.rcvd.code if closed.rcvd else 1006
+        except ConnectionLost as lost:
+            self._lost = lost.code or 1006
+        except m.BadMessage:
+            self._lost = 1002
+            await self._socket.close(1002)
+        finally:
+            self._up = False
+
+    async def _back(self) -> bool:
+        """Connect again and take over what ran; False when that is of no use or time is up."""
+        if not self._resume or self._closed or self._lost not in COME_BACK:
+            return False
+        assert self.hello is not None
+        token, window = self.hello.resume_token, self.hello.resume_window_s
+        end, delay = monotonic() + max(window, self._connect_s), FIRST_DELAY_S
+        code = self._lost
+        while not self._closed and monotonic() < end:
+            try:
+                await self._connect()
+                await self._take_over(token)
+            except ServerError as error:
+                if not error.retryable:
+                    break
+            except (OSError, TimeoutError):  # ConnectionLost too
+                pass
+            else:
+                self.resumes += 1
+                return True
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(2 * delay, LONGEST_DELAY_S)
+        self._lost = code
+        return False
+
+    async def _take_over(self, token: str) -> None:
+        running = {gen: s.seen for gen, s in self._streams.items() if s.request.resumable}
+        if not running:
+            return
+        if token:
+            await self._say(m.Resume(token, running))
+            for gen in running:
+                if self._streams[gen].left:
+                    await self._say(m.Cancel(gen))
+            return
+        for gen in running:
+            self._gap(gen, m.Error("resume_gap", "this server does not resume", gen=gen))
+
+    def _gap(self, gen: str, error: m.Error) -> None:
+        """A generation the server can't continue: begun anew if nothing of it was seen."""
+        stream = self._streams[gen]
+        if stream.seen < 0 and not stream.left and not self._closed:
+            self._aside(self._ask(stream))
+            return
+        del self._streams[gen]
+        stream.take(error)
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        async def done() -> None:
+            with contextlib.suppress(ConnectionLost):
+                await work
+
+        task = asyncio.create_task(done())
+        self._asides.add(task)
+        task.add_done_callback(self._asides.discard)
+
+    def _take(self, message: m.Server) -> None:
+        if isinstance(message, m.Pong):
+            self._pongs.put_nowait(message)
+            return
+        if isinstance(message, m.Draining):
+            self.draining = True
+            return
+        if isinstance(message, m.Hello | m.Resumed):
+            return
+        gen = message.gen
+        stream = self._streams.get(gen) if gen is not None else None
+        if stream is None or gen is None:
+            if isinstance(message, m.Error):
+                self.errors.append(message)
+        elif isinstance(message, m.Error) and message.code == "resume_gap" and self._resume:
+            self._gap(gen, message)
+        elif stream.take(message):
+            self._streams.pop(gen, None)
+            if isinstance(message, m.Delta):  # out of step: the server is not to go on
+                self._aside(self._say(m.Cancel(gen)))
+
+
+def _refusal(refused: InvalidStatus) -> ServerError:
+    answer = refused.response
+    code = _REFUSALS.get(answer.status_code, "invalid_request")
+    body = (answer.body or b"").decode(errors="replace").strip()
+    after = answer.headers.get("retry-after", "")
+    wait_ms = int(after) * 1000 if after.isdigit() else 1000
+    retryable = answer.status_code in (429, 503)
+    said = f"the connection was refused ({answer.status_code}): {body[:500]}"
+    return ServerError(
+        m.Error(code, said, retryable=retryable, retry_after_ms=wait_ms if retryable else 0)
+    )
