@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": ("cli_bench", "measure latency, prefix cache, kernels or host time"),
     "doctor": ("cli_doctor", "what works on this machine, and why what doesn't doesn't"),
     "config": ("cli_config", "show every setting, its value and where it comes from"),
+    "completion": ("cli_completion", "print a completion script for bash, zsh or fish"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
