@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from spec_serve.api.auth import LOCAL, Principal
 from spec_serve.api.messages import ChatMessage, Generate
 from spec_serve.api.text import StopStrings, StopWatch, TextStream, TokenTable
 from spec_serve.spec.request import Request, RequestError, Sampling, Speculation, Stopping
@@ -83,12 +84,17 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request ready for the engine, and what its answer needs."""
+    """A request ready for the engine, and what its answer needs.
+
+    principal: who asks; arrived: time.monotonic() seconds, before the text was read.
+    """
 
     wire: Generate
     request: Request
     tokenizer: TextTokens
     stops: StopStrings | None
+    principal: Principal = LOCAL
+    arrived: float = 0.0
 
     def text_stream(self) -> TextStream:
         """Fresh: one for each choice."""

@@ -1,15 +1,18 @@
 """What every transport offers, in one place: prepare a request, start it, cancel it, say what runs.
 
-Long texts and chat templates are turned into tokens in a small pool, never on the loop. Knows no
-wire format; transports bring `messages.Generate` and an `Outbox`.
+Long texts and chat templates are turned into tokens in a small pool, never on the loop. Who may
+come in is asked of limits.py, before anything is read. Knows no wire format; transports bring
+`messages.Generate`, an `Outbox` and whose request it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -17,8 +20,10 @@ import msgspec
 
 from spec_serve.api import messages as m
 from spec_serve.api import traces
+from spec_serve.api.auth import LOCAL, Principal
 from spec_serve.api.convert import GREEDY, Prepared, SamplingDefaults, TextTokens, to_request
 from spec_serve.api.generation import Generation, Outbox
+from spec_serve.api.limits import CHARS_PER_TOKEN, Admission, Bounds
 from spec_serve.api.link import EngineLink
 from spec_serve.spec.request import RequestError
 
@@ -28,7 +33,8 @@ INLINE_CHARS = 2_000  # raw text up to here is read on the loop: quicker than an
 PREPARE_S = 10.0
 # Text beyond so many characters is refused unread: reading it could take seconds for a request that
 # would not fit. Ordinary text has about four characters to a token.
-CHARS_PER_TOKEN, CHARS_ALWAYS = 32, 64 << 10
+MOST_CHARS_PER_TOKEN, CHARS_ALWAYS = 32, 64 << 10
+RESTART_MS = 2000  # when to come back while the engine is not there
 MAX_GENERATIONS = 32  # at once on one WebSocket
 
 
@@ -46,7 +52,9 @@ class Service:
         tokenizer: TextTokens,
         model: str,
         defaults: SamplingDefaults = GREEDY,
+        bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
+        self.admission = Admission(bounds, link.info.max_rows)
         self.link, self.tokenizer, self.defaults = link, tokenizer, defaults
         # Clients see a name, never where files lie.
         self.model = model or shown_name(link.info.model)
@@ -61,12 +69,36 @@ class Service:
         return self.link.alive and not self.draining
 
     async def prepare(
-        self, wire: m.Generate, request_id: str = "", deadline: float | None = None
+        self,
+        wire: m.Generate,
+        request_id: str = "",
+        deadline: float | None = None,
+        principal: Principal = LOCAL,
     ) -> Prepared:
-        """Checked and tokenized. Raises RequestError."""
+        """Checked and tokenized. Raises RequestError; what has no room is refused unread."""
+        arrived = time.monotonic()
+        self._there()
+        size = self._size(wire)
+        ids = len(wire.token_ids or ())
+        text = size - ids - len(wire.speculation.prediction or "")
+        estimate = ids + text // CHARS_PER_TOKEN
+        if total := self.admission.bounds.total_s:
+            deadline = min(arrived + total, math.inf if deadline is None else deadline)
+        with self.admission.reading(principal, wire.sampling.n, estimate):
+            made = await self._read(wire, request_id, deadline, size)
+        return replace(made, principal=principal, arrived=arrived)
+
+    def _there(self) -> None:
         if self.draining:
             raise RequestError("", "the server is shutting down", "draining")
-        size = self._size(wire)
+        if not self.link.alive:
+            error = RequestError("", "the engine is not running at the moment", "overloaded")
+            error.retry_after_ms = RESTART_MS
+            raise error
+
+    async def _read(
+        self, wire: m.Generate, request_id: str, deadline: float | None, size: int
+    ) -> Prepared:
 
         def work() -> Prepared:
             made = to_request(
@@ -88,7 +120,7 @@ class Service:
     def _size(self, wire: m.Generate) -> int:
         """Characters and ids to be read. Raises RequestError where text is far too long."""
         context = self.link.info.max_context
-        most = max(CHARS_PER_TOKEN * context, CHARS_ALWAYS)
+        most = max(MOST_CHARS_PER_TOKEN * context, CHARS_ALWAYS)
         texts = {
             "prompt": len(wire.prompt or ""),
             "messages": sum(map(_chars, wire.messages or ())) + _encoded(wire.tools),
@@ -115,14 +147,22 @@ class Service:
         self, prepared: Prepared, gen: str, outbox: Outbox, on_over: Callable[[str], None]
     ) -> Generation:
         """Submit; its messages go to the outbox. Raises RequestError."""
-        made = Generation(gen, self.model, prepared, outbox, self.link.cancel, on_over)
-        prepared.request.sink, prepared.request.trace = made.take, traces.caller.get()
+        self._there()
+        request, cancel = prepared.request, self.link.cancel
+        made = Generation(gen, self.model, prepared, outbox, cancel, on_over)
+        held = self.admission.enter(prepared.principal, request)
+        held.sink = made.take
+        request.sink, request.trace = held.take, traces.caller.get()
         try:
-            self.link.submit(prepared.request)
-        except RequestError as error:
-            if error.field == "id":
-                raise RequestError("id", str(error).removeprefix("id: "), "duplicate_id") from None
+            self.link.submit(request)
+        except BaseException as error:
+            held.drop()
+            if isinstance(error, RequestError) and error.field == "id":
+                told = str(error).removeprefix("id: ")
+                raise RequestError("id", told, "duplicate_id") from None
             raise
+        if within := self.admission.bounds.first_token_s:
+            held.expect(prepared.arrived + within - time.monotonic(), cancel)
         return made
 
     def close(self) -> None:

@@ -41,9 +41,15 @@ def noted() -> Noted:
     return Noted()
 
 
+class Alive(ThreadLink):
+    """Never started: preparing needs no engine that steps."""
+
+    alive = True
+
+
 @pytest.fixture
 def service(noted: Noted) -> Iterator[Service]:
-    made = Service(ThreadLink(Echo()), noted, "echo")
+    made = Service(Alive(Echo()), noted, "echo")
     yield made
     noted.gate.set()
     made.close()
@@ -77,7 +83,7 @@ def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it(
 
 
 CONTEXT = Echo().info.max_context
-FAR = module.CHARS_PER_TOKEN * CONTEXT + 1
+FAR = module.MOST_CHARS_PER_TOKEN * CONTEXT + 1
 TOO_LONG: list[tuple[str, m.Generate]] = [
     ("prompt", m.Generate("g", prompt="x" * FAR)),
     ("messages", chat("x" * FAR)),
