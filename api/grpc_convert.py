@@ -163,6 +163,49 @@ def event(message: m.Started | m.Delta | m.PromptLogprobs | m.Finished) -> pb.Ge
     return pb.GenerateEvent(seq=seq, finished=_finished(message))
 
 
+class Reused:
+    """One GenerateEvent for all the usual deltas of a call: filling it anew is far cheaper than
+    making one (1.4 against 6.3 us with the bytes). `event`: the one to be filled.
+    """
+
+    def __init__(self, event: pb.GenerateEvent) -> None:
+        self._event = event
+        self._delta = event.delta
+        self._ids = self._delta.token_ids
+        self._step = self._delta.steps.add()
+        self._sources = self._step.sources
+
+    def fill(self, message: m.Delta) -> bool:
+        """Make the event say this; False, and nothing is said, if its shape is unusual."""
+        if len(message.steps) != 1 or message.logprobs:
+            return False
+        step = message.steps[0]
+        if step.drafted_ids:
+            return False
+        self._event.seq = message.seq
+        delta, made, sources = self._delta, self._step, self._sources
+        delta.index = message.index
+        delta.text = message.text
+        self._ids[:] = message.ids
+        made.step = step.step
+        made.drafted = step.drafted
+        made.accepted = step.accepted
+        made.draft_us = step.draft_us
+        made.verify_us = step.verify_us
+        made.host_us = step.host_us
+        if len(sources) != len(step.sources):
+            del sources[:]
+            for _ in step.sources:
+                sources.add()
+        for source, (name, (drafted, accepted)) in zip(
+            sources, step.sources.items(), strict=True
+        ):
+            source.name = name
+            source.drafted = drafted
+            source.accepted = accepted
+        return True
+
+
 def _step(step: m.Step) -> pb.SpecStep:
     return pb.SpecStep(
         step=step.step,

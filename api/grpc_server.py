@@ -20,6 +20,7 @@ from spec_serve.api import messages as m
 from spec_serve.api.auth import OPEN, Keys
 from spec_serve.api.generation import Outbox, failure
 from spec_serve.api.grpc_guard import Guard
+from spec_serve.api.grpc_stats import samples, server_stats
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.api.server_settings import ServeSettings
@@ -81,14 +82,19 @@ class SpecServe(pb_grpc.SpecServeServicer):
         except RequestError as error:
             await _refuse(context, error, wire)
         self.calls += 1
+        usual = pb.GenerateEvent()
+        reused = convert.Reused(usual)
         try:
             while True:
                 await wake.wait()
                 wake.clear()
                 for message in outbox.take():
-                    if isinstance(message, m.Error):
+                    if type(message) is m.Delta and reused.fill(message):
+                        await context.write(usual)  # encoded before this waits
+                    elif isinstance(message, m.Error):
                         await _abort(context, message)
-                    await context.write(convert.event(message))
+                    else:
+                        await context.write(convert.event(message))
                     if outbox.overflowing:
                         told = "the reader of this stream is too slow"
                         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, told)
@@ -139,16 +145,22 @@ class SpecServe(pb_grpc.SpecServeServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
         """What runs, and the engine's counters."""
         service = self._service
-        stats = service.link.stats()
-        names = [field.name for field in pb.ServerStats.DESCRIPTOR.fields]
         return pb.ServerInfo(
             version=__version__,
             uptime_s=time.monotonic() - service.started,
             models=[self._model()],
             max_running=service.link.info.max_rows,
             draining=service.draining,
-            stats=pb.ServerStats(**{name: getattr(stats, name) for name in names}),
+            stats=server_stats(service.link.stats()),
         )
+
+    async def WatchStats(self, request: pb.WatchStatsRequest, context: Any) -> None:
+        """The counters and their rates, one sample per interval until the client leaves."""
+        try:
+            async for made in samples(self._service, request.interval_ms):
+                await context.write(made)
+        except m.BadMessage as error:
+            await _abort(context, _bad(error))
 
     def _model(self) -> pb.Model:
         info = self._service.link.info

@@ -331,6 +331,145 @@ class Finished(_message.Message):
     last: bool
     def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[Finished.Reason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpecSummary, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., last: _Optional[bool] = ...) -> None: ...
 
+class SessionRequest(_message.Message):
+    __slots__ = ("generate", "cancel", "ping", "resume", "ack")
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    generate: SessionGenerate
+    cancel: SessionCancel
+    ping: SessionPing
+    resume: SessionResume
+    ack: SessionAck
+    def __init__(self, generate: _Optional[_Union[SessionGenerate, _Mapping]] = ..., cancel: _Optional[_Union[SessionCancel, _Mapping]] = ..., ping: _Optional[_Union[SessionPing, _Mapping]] = ..., resume: _Optional[_Union[SessionResume, _Mapping]] = ..., ack: _Optional[_Union[SessionAck, _Mapping]] = ...) -> None: ...
+
+class SessionGenerate(_message.Message):
+    __slots__ = ("gen", "request", "timeout_s", "resumable")
+    GEN_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    gen: str
+    request: GenerateRequest
+    timeout_s: float
+    resumable: bool
+    def __init__(self, gen: _Optional[str] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., resumable: _Optional[bool] = ...) -> None: ...
+
+class SessionCancel(_message.Message):
+    __slots__ = ("gen",)
+    GEN_FIELD_NUMBER: _ClassVar[int]
+    gen: str
+    def __init__(self, gen: _Optional[str] = ...) -> None: ...
+
+class SessionPing(_message.Message):
+    __slots__ = ("t",)
+    T_FIELD_NUMBER: _ClassVar[int]
+    t: float
+    def __init__(self, t: _Optional[float] = ...) -> None: ...
+
+class SessionAck(_message.Message):
+    __slots__ = ("gen", "seq")
+    GEN_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    gen: str
+    seq: int
+    def __init__(self, gen: _Optional[str] = ..., seq: _Optional[int] = ...) -> None: ...
+
+class SessionResume(_message.Message):
+    __slots__ = ("resume_token", "gens")
+    class GensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GENS_FIELD_NUMBER: _ClassVar[int]
+    resume_token: str
+    gens: _containers.ScalarMap[str, int]
+    def __init__(self, resume_token: _Optional[str] = ..., gens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class SessionEvent(_message.Message):
+    __slots__ = ("hello", "generation", "error", "draining", "pong", "resumed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    hello: SessionHello
+    generation: SessionGeneration
+    error: SessionError
+    draining: SessionDraining
+    pong: SessionPong
+    resumed: SessionResumed
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., generation: _Optional[_Union[SessionGeneration, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ..., pong: _Optional[_Union[SessionPong, _Mapping]] = ..., resumed: _Optional[_Union[SessionResumed, _Mapping]] = ...) -> None: ...
+
+class SessionHello(_message.Message):
+    __slots__ = ("session", "version", "max_generations", "models", "resume_token", "resume_window_s")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RESUME_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    version: str
+    max_generations: int
+    models: _containers.RepeatedScalarFieldContainer[str]
+    resume_token: str
+    resume_window_s: float
+    def __init__(self, session: _Optional[str] = ..., version: _Optional[str] = ..., max_generations: _Optional[int] = ..., models: _Optional[_Iterable[str]] = ..., resume_token: _Optional[str] = ..., resume_window_s: _Optional[float] = ...) -> None: ...
+
+class SessionGeneration(_message.Message):
+    __slots__ = ("gen", "event")
+    GEN_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    gen: str
+    event: GenerateEvent
+    def __init__(self, gen: _Optional[str] = ..., event: _Optional[_Union[GenerateEvent, _Mapping]] = ...) -> None: ...
+
+class SessionError(_message.Message):
+    __slots__ = ("code", "message", "gen", "seq", "param", "retryable", "retry_after_ms")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    GEN_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    PARAM_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    gen: str
+    seq: int
+    param: str
+    retryable: bool
+    retry_after_ms: int
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., gen: _Optional[str] = ..., seq: _Optional[int] = ..., param: _Optional[str] = ..., retryable: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class SessionDraining(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class SessionPong(_message.Message):
+    __slots__ = ("t", "server_t")
+    T_FIELD_NUMBER: _ClassVar[int]
+    SERVER_T_FIELD_NUMBER: _ClassVar[int]
+    t: float
+    server_t: float
+    def __init__(self, t: _Optional[float] = ..., server_t: _Optional[float] = ...) -> None: ...
+
+class SessionResumed(_message.Message):
+    __slots__ = ("gens",)
+    GENS_FIELD_NUMBER: _ClassVar[int]
+    gens: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, gens: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -446,3 +585,31 @@ class ServerStats(_message.Message):
     prompt_tokens: int
     prefix_hit_tokens: int
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used: _Optional[int] = ..., kv_total: _Optional[int] = ..., requests: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., preempted: _Optional[int] = ..., steps: _Optional[int] = ..., tokens_out: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+
+class WatchStatsRequest(_message.Message):
+    __slots__ = ("interval_ms",)
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    interval_ms: int
+    def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
+
+class StatsSample(_message.Message):
+    __slots__ = ("stats", "interval_s", "requests_per_s", "steps_per_s", "tokens_per_s", "tokens_per_step", "acceptance_rate", "prefix_hit_rate", "draining")
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    stats: ServerStats
+    interval_s: float
+    requests_per_s: float
+    steps_per_s: float
+    tokens_per_s: float
+    tokens_per_step: float
+    acceptance_rate: float
+    prefix_hit_rate: float
+    draining: bool
+    def __init__(self, stats: _Optional[_Union[ServerStats, _Mapping]] = ..., interval_s: _Optional[float] = ..., requests_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens_per_step: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., prefix_hit_rate: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...

@@ -39,6 +39,11 @@ class SpecServeStub:
                 request_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/specserve.v1.SpecServe/Session',
+                request_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.SessionRequest.SerializeToString,
+                response_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.SessionEvent.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/specserve.v1.SpecServe/Abort',
                 request_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.AbortRequest.SerializeToString,
@@ -59,6 +64,11 @@ class SpecServeStub:
                 request_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.ServerInfo.FromString,
                 _registered_method=True)
+        self.WatchStats = channel.unary_stream(
+                '/specserve.v1.SpecServe/WatchStats',
+                request_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.WatchStatsRequest.SerializeToString,
+                response_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.StatsSample.FromString,
+                _registered_method=True)
 
 
 class SpecServeServicer:
@@ -66,6 +76,13 @@ class SpecServeServicer:
 
     def Generate(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """Many generations over one call: what the WebSocket does, in protobuf. Its errors are in-band.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -95,6 +112,13 @@ class SpecServeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchStats(self, request, context):
+        """for routers and dashboards
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SpecServeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -102,6 +126,11 @@ def add_SpecServeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.GenerateRequest.FromString,
                     response_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.SessionRequest.FromString,
+                    response_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.SessionEvent.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -122,6 +151,11 @@ def add_SpecServeServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.GetServerInfoRequest.FromString,
                     response_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.ServerInfo.SerializeToString,
+            ),
+            'WatchStats': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStats,
+                    request_deserializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.WatchStatsRequest.FromString,
+                    response_serializer=spec__serve_dot_api_dot_proto_dot_specserve__pb2.StatsSample.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -151,6 +185,33 @@ class SpecServe:
             '/specserve.v1.SpecServe/Generate',
             spec__serve_dot_api_dot_proto_dot_specserve__pb2.GenerateRequest.SerializeToString,
             spec__serve_dot_api_dot_proto_dot_specserve__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/specserve.v1.SpecServe/Session',
+            spec__serve_dot_api_dot_proto_dot_specserve__pb2.SessionRequest.SerializeToString,
+            spec__serve_dot_api_dot_proto_dot_specserve__pb2.SessionEvent.FromString,
             options,
             channel_credentials,
             insecure,
@@ -259,6 +320,33 @@ class SpecServe:
             '/specserve.v1.SpecServe/GetServerInfo',
             spec__serve_dot_api_dot_proto_dot_specserve__pb2.GetServerInfoRequest.SerializeToString,
             spec__serve_dot_api_dot_proto_dot_specserve__pb2.ServerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/specserve.v1.SpecServe/WatchStats',
+            spec__serve_dot_api_dot_proto_dot_specserve__pb2.WatchStatsRequest.SerializeToString,
+            spec__serve_dot_api_dot_proto_dot_specserve__pb2.StatsSample.FromString,
             options,
             channel_credentials,
             insecure,
