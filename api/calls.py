@@ -214,6 +214,14 @@ class Call:
         """The end of a stream. A stream left without it is cut, as the client can tell."""
         await self._send({"type": "http.response.body", "body": b""})
 
+    def cut(self) -> None:
+        """Drop the connection: the client does not read, so it can't be told either."""
+        self.gone.set()
+        # ASGI has no word for this; uvicorn's `send` is a method of what holds the transport.
+        transport = getattr(getattr(self._send, "__self__", None), "transport", None)
+        if transport is not None:
+            transport.abort()
+
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         headers.append((b"x-request-id", self.id.encode()))
