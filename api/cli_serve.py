@@ -12,6 +12,7 @@ from spec_serve.api import logs
 from spec_serve.api.cli import command_list
 from spec_serve.api.cli_engine import open_engine
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings
+from spec_serve.api.cli_notify import notify
 from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.ports import taken
 from spec_serve.api.settings import SettingError
@@ -58,3 +59,4 @@ def main(argv: Sequence[str]) -> int:
 def ready(addresses: list[str]) -> None:
     """Say what to open; the one thing a server writes to standard output."""
     print("\n".join(["spec-serve is ready", *(f"  {line}" for line in addresses)]), flush=True)
+    notify("READY=1")
