@@ -38,7 +38,7 @@ class Outbox:
     """Messages of one connection that wait to be sent. wake: called when there is something."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+        self.wake = wake
         self._waiting: list[Numbered] = []
         self._open: dict[tuple[str, int], m.Delta] = {}
         self._next: dict[str, int] = {}
@@ -57,7 +57,7 @@ class Outbox:
 
     def put(self, message: Numbered, merge: bool = False) -> None:
         """Append; a delta joins an unsent one of its choice if many wait, or if told to."""
-        self._bytes += _weight(message)
+        self._bytes += weigh(message)
         if type(message) is m.Delta:
             key = (message.gen, message.index)
             earlier = self._open.get(key)
@@ -76,7 +76,15 @@ class Outbox:
         if not self._waiting:
             self._since = monotonic()
         self._waiting.append(message)
-        self._wake()
+        self.wake()
+
+    def go_on(self, gen: str, seq: int) -> None:
+        """The next message of gen has this number: a generation moved here in its middle."""
+        self._next[gen] = seq
+
+    def leave(self, gen: str) -> None:
+        """Number gen's messages no longer: it has moved away, and nothing of it waits."""
+        self._next.pop(gen, None)
 
     def take(self) -> list[Numbered]:
         """All that wait, numbered per generation without gaps."""
@@ -94,7 +102,8 @@ class Outbox:
         return taken
 
 
-def _weight(message: Numbered) -> int:
+def weigh(message: Numbered) -> int:
+    """About how many bytes a message takes up."""
     if type(message) is m.Delta:
         steps = sum(48 + 12 * len(step.drafted_ids) for step in message.steps)
         top = sum(40 + 24 * len(entry.top) for entry in message.logprobs)
@@ -159,6 +168,10 @@ class Generation:
                 self._start(event)  # type: ignore[arg-type]
         elif isinstance(event, PromptScored) and event.index == 0:
             self._outbox.put(m.PromptLogprobs(self.gen, 0, self._logprobs(event.logprobs)))
+
+    def move(self, outbox: Outbox, on_over: Callable[[str], None]) -> None:
+        """From now on messages go elsewhere; the outboxes number them."""
+        self._outbox, self._on_over = outbox, on_over
 
     def _start(self, event: Started) -> None:
         self._started = True
