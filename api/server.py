@@ -108,6 +108,7 @@ class Server:
             self.traces = Traces(exporter(settings.otel_endpoint), self.service.model)
             self.link.observers.append(self.traces.observe)
         self.operations = Operations(self.service, meter, settings.metrics_compat)
+        self.service.shelf.window_s = settings.resume_window_s
         self.keys = OPEN
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
         self.port = settings.port

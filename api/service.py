@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from spec_serve.api.convert import GREEDY, Prepared, SamplingDefaults, TextToken
 from spec_serve.api.generation import Generation, Outbox
 from spec_serve.api.limits import CHARS_PER_TOKEN, Admission, Bounds
 from spec_serve.api.link import EngineLink
+from spec_serve.api.session_shelf import Shelf
 from spec_serve.spec.request import RequestError
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class Service:
         self.models = (self.model,)
         self.started = time.monotonic()
         self.draining = False
+        self.shelf: Shelf[Any] = Shelf()  # sessions whose connections may come back
         self._pool = ThreadPoolExecutor(2, "tokenize")
 
     @property
@@ -167,6 +169,7 @@ class Service:
 
     def close(self) -> None:
         """Let the pool go; what it still does is not waited for."""
+        self.shelf.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
