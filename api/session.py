@@ -1,7 +1,8 @@
 """One client's generations, apart from any socket: its messages come in, numbered answers go out.
 
 Used by both WebSocket implementations and by gRPC's Session. What the client said is given to
-`receive`; `wake` is called when `take` has something, often in the middle of a step. A dropped session lets its resumable generations go on until another one resumes them.
+`receive`; `wake` is called when `take` has something, often in the middle of a step. A dropped
+session lets its resumable generations go on until another one resumes them.
 """
 
 from __future__ import annotations
