@@ -19,6 +19,7 @@ COMMANDS = {
     "models": ("cli_models", "list, fetch, remove, convert and describe models"),
     "bench": ("cli_bench", "measure latency, prefix cache, kernels or host time"),
     "doctor": ("cli_doctor", "what works on this machine, and why what doesn't doesn't"),
+    "keys": ("cli_keys", "make API keys"),
     "config": ("cli_config", "show every setting, its value and where it comes from"),
     "completion": ("cli_completion", "print a completion script for bash, zsh or fish"),
 }

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings
 from spec_serve.api.settings import SettingError, Value
 
+HIDDEN = "(hidden)"  # instead of keys
+
 
 def main(argv: Sequence[str]) -> int:
     """Print the settings as a table, or with --json as one object {key: {value, origin}}."""
@@ -24,10 +26,15 @@ def main(argv: Sequence[str]) -> int:
     except SettingError as error:
         return fail(error)
     if given.json:
-        held = {s.key: {"value": c.value, "origin": c.origin} for s, c in settings}
+        held = {
+            s.key: {"value": HIDDEN if s.secret and c.value else c.value, "origin": c.origin}
+            for s, c in settings
+        }
         print(json.dumps(held, indent=1))
         return 0
-    rows = [(setting.key, shown(chosen.value), chosen.origin) for setting, chosen in settings]
+    rows = [
+        (s.key, HIDDEN if s.secret and c.value else shown(c.value), c.origin) for s, c in settings
+    ]
     key, value = (max(len(row[i]) for row in rows) for i in (0, 1))
     for row in rows:
         print(f"{row[0]:<{key}}  {row[1]:<{value}}  {row[2]}")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_serve.api import logs
+from spec_serve.api import logs, tls
+from spec_serve.api.auth import configured
 from spec_serve.api.cli import command_list
 from spec_serve.api.cli_engine import open_engine
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings
 from spec_serve.api.cli_notify import notify
 from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.ports import taken
+from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.settings import SettingError
 from spec_serve.api.version import __version__
 
@@ -38,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
         settings = read_settings(given)
         settings.engine_fields()
         serve = settings.serve_settings()
-        refusal = taken(serve.host, {"port": serve.port, "grpc-port": serve.grpc_port})
-        if refusal:
+        if refusal := unfit(serve):
             return fail(refusal)
         logs.set_up(settings["log-format"], settings["quiet"])
         thread = EngineThread()
@@ -54,6 +55,16 @@ def main(argv: Sequence[str]) -> int:
         return run_server(engine, tokenizer, serve, ready, thread)
     except (ValueError, OSError) as error:  # such as a port taken meanwhile
         return fail(error, 1)
+
+
+def unfit(serve: ServeSettings) -> str | None:
+    """Why nothing can be served like this, as far as can be known without a model; or None."""
+    try:
+        configured(serve)
+        tls.context(serve)
+    except ValueError as error:
+        return str(error)
+    return taken(serve.host, {"port": serve.port, "grpc-port": serve.grpc_port})
 
 
 def ready(addresses: list[str]) -> None:

@@ -6,8 +6,17 @@ Only a look: somebody else may take the port a moment later, which the server th
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address to listen on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def taken(host: str, ports: dict[str, int | None]) -> str | None:

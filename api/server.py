@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,20 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from spec_serve.api.auth import OPEN
+from spec_serve.api import tls
+from spec_serve.api.auth import configured
 from spec_serve.api.calls import Route
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
 from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.grpc_server import GrpcServer
 from spec_serve.api.http import STREAM_PATH, App
 from spec_serve.api.http_limits import BoundedHttp
+from spec_serve.api.limits import Bounds
 from spec_serve.api.link import Runs, ThreadLink
 from spec_serve.api.messages import Draining
 from spec_serve.api.metrics import Meter
 from spec_serve.api.ops import Operations
+from spec_serve.api.ports import is_loopback
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service
 from spec_serve.api.traces import Traces, exporter
@@ -100,7 +104,11 @@ class Server:
         config = settings.generation_config
         if config is None:
             config = _find_generation_config(engine.info.model)
-        self.service = Service(self.link, tokenizer, settings.model_name, sampling_defaults(config))
+        self.keys = configured(settings)
+        self._tls = tls.context(settings)
+        self.service = Service(
+            self.link, tokenizer, settings.model_name, sampling_defaults(config), _bounds(settings)
+        )
         meter = Meter()
         self.traces: Traces | None = None
         self.link.observers.append(meter.observe)
@@ -109,7 +117,6 @@ class Server:
             self.link.observers.append(self.traces.observe)
         self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.service.shelf.window_s = settings.resume_window_s
-        self.keys = OPEN
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
         self.port = settings.port
         self.grpc: GrpcServer | None = None
@@ -130,9 +137,11 @@ class Server:
             host = "localhost"
         elif ":" in host:
             host = f"[{host}]"
-        found = [f"ws://{host}:{self.port}{STREAM_PATH}", f"http://{host}:{self.port}/health"]
+        safe = "s" if self._tls is not None else ""
+        where = f"{host}:{self.port}"
+        found = [f"ws{safe}://{where}{STREAM_PATH}", f"http{safe}://{where}/health"]
         if self.grpc is not None:
-            found.insert(1, f"grpc://{host}:{self.grpc.port}")
+            found.insert(1, f"grpc{safe}://{host}:{self.grpc.port}")
         return found
 
     async def start(self) -> None:
@@ -144,21 +153,25 @@ class Server:
             if settings.grpc_port is not None:
                 if settings.grpc_port == self.port:
                     raise ValueError(f"grpc-port: {self.port} is the HTTP port already")
-                self.grpc = GrpcServer(self.service, settings, self.keys)
-            self._http = HttpServer(_uvicorn_config(self.app, settings))
+                credentials = tls.grpc_credentials(settings)
+                self.grpc = GrpcServer(self.service, settings, self.keys, credentials)
+            self._http = HttpServer(_uvicorn_config(self.app, settings, self._tls))
         except BaseException:
             bound.close()
             raise
-        if not _is_loopback(settings.host):
-            log.warning(
-                "%s: whoever reaches these ports may use them, there are no keys", settings.host
-            )
+        if not is_loopback(settings.host):
+            if settings.anonymous:
+                log.warning("%s: whoever reaches these ports may use them", settings.host)
+            elif self._tls is None:
+                log.warning("%s: keys and texts go unencrypted, there is no TLS", settings.host)
         self.link.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             # In a thread other than the main one there are no signals to handle.
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, self.stop)
+        with contextlib.suppress(ValueError, RuntimeError, AttributeError):  # Windows has no HUP
+            loop.add_signal_handler(signal.SIGHUP, self.reread)
         self._serving = asyncio.create_task(self._http.serve(sockets=[bound]))
         while not self._http.started:
             if self._serving.done():
@@ -175,6 +188,18 @@ class Server:
             self._at_once.set()
         else:
             self._asked.set()
+
+    def reread(self) -> None:
+        """What SIGHUP does: read the file of keys and the certificate again.
+
+        A file that won't do leaves what is in force. gRPC keeps its certificate.
+        """
+        try:
+            log.info("%d keys are in force", self.keys.reread())
+            if self._tls is not None:
+                tls.load(self._tls, self.settings)
+        except (ValueError, OSError) as error:
+            log.error("not read again: %s", error)
 
     def _engine_died(self) -> None:
         self._failed = True
@@ -240,12 +265,14 @@ class Server:
         if self.traces is not None:
             self.traces.close()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.remove_signal_handler(number)
 
 
-def _uvicorn_config(app: App, settings: ServeSettings) -> uvicorn.Config:
+def _uvicorn_config(
+    app: App, settings: ServeSettings, context: ssl.SSLContext | None
+) -> uvicorn.Config:
     implementations = {"websockets": "websockets-sansio", "picows": "websockets-sansio"}
     if settings.ws_impl not in implementations:
         known = ", ".join(implementations)
@@ -266,6 +293,7 @@ def _uvicorn_config(app: App, settings: ServeSettings) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=2,
+        ssl_context_factory=None if context is None else lambda config, default: context,
     )
 
 
@@ -286,11 +314,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _bounds(settings: ServeSettings) -> Bounds:
+    return Bounds(
+        queue=settings.max_queue,
+        queue_tokens=settings.max_queue_tokens,
+        first_token_s=settings.first_token_timeout_s,
+        total_s=settings.total_timeout_s,
+        parallel=settings.key_parallel,
+        requests=settings.key_requests_per_minute,
+        tokens=settings.key_tokens_per_minute,
+    )
 
 
 def _find_generation_config(model: str) -> Mapping[str, Any]:

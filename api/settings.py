@@ -33,7 +33,8 @@ class Setting:
     """One setting. key: as in the flag and the file; low and high: bounds, both allowed.
 
     kind "port" also takes "off" (None) where `off` is set; "list" is given as repeated flags, as
-    an array in the file, or joined by commas in the variable.
+    an array in the file, or joined by commas in the variable. secret: never shown. filled:
+    given empty it is an error, since an empty key would look like one and guard nothing.
     """
 
     key: str
@@ -46,6 +47,8 @@ class Setting:
     low: float = -math.inf
     high: float = math.inf
     off: bool = False
+    secret: bool = False
+    filled: bool = False
 
     @property
     def flag(self) -> str:
@@ -138,11 +141,16 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "api-keys", SECURITY, "list", (),
         "key a client must present; repeat for more; better as a variable or in a file", "KEY",
+        secret=True, filled=True,
     ),
     Setting(
-        "api-key-file", SECURITY, "text", "", "file of keys, a line NAME:SHA256 each", "FILE"
+        "api-key-file", SECURITY, "text", "", "file of keys, a line NAME:SHA256 each", "FILE",
+        filled=True,
     ),
-    Setting("admin-key", SECURITY, "text", "", "key that may also administer", "KEY"),
+    Setting(
+        "admin-key", SECURITY, "text", "", "key that may also administer", "KEY",
+        secret=True, filled=True,
+    ),
     Setting(
         "anonymous", SECURITY, "switch", False, "serve without keys on more than loopback"
     ),
@@ -296,7 +304,8 @@ def parse(setting: Setting, raw: object, origin: str) -> Value:
     """`raw`, text or a TOML value, as the setting's kind. SettingError names key and origin."""
 
     def wrong(wanted: str) -> SettingError:
-        return SettingError(f"{setting.key}: must be {wanted}, got {raw!r} ({origin})")
+        got = "" if setting.secret else f", got {raw!r}"
+        return SettingError(f"{setting.key}: must be {wanted}{got} ({origin})")
 
     match setting.kind:
         case "text":
@@ -304,6 +313,8 @@ def parse(setting: Setting, raw: object, origin: str) -> Value:
                 raise wrong("text")
             if setting.choices and raw not in setting.choices:
                 raise wrong("one of " + ", ".join(setting.choices))
+            if setting.filled and not raw.strip():
+                raise wrong("not empty")
             return raw
         case "switch":
             words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -315,6 +326,8 @@ def parse(setting: Setting, raw: object, origin: str) -> Value:
             parts = raw.split(",") if isinstance(raw, str) else raw
             if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
                 raise wrong("a list of texts")
+            if setting.filled and not all(part.strip() for part in parts or [""]):
+                raise wrong("a list of keys, none of them empty")
             return tuple(part.strip() for part in parts if part.strip())
         case "port":
             if setting.off and raw == "off":
