@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from spec_serve.api import tls
+from spec_serve.api import openai_chat, openai_completions, openai_models, tls
 from spec_serve.api.auth import configured
 from spec_serve.api.calls import Route
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
@@ -128,7 +128,13 @@ class Server:
 
     def _routes(self) -> list[Route]:
         """What HTTP offers besides the App's own; a module each."""
-        return [*self.operations.routes(), *page.routes(self.settings)]
+        return [
+            *self.operations.routes(),
+            *page.routes(self.settings),
+            *openai_chat.routes(self.service),
+            *openai_completions.routes(self.service),
+            *openai_models.routes(self.service),
+        ]
 
     def addresses(self) -> list[str]:
         """What to open: the WebSocket, gRPC and health addresses."""
