@@ -97,8 +97,8 @@ def inputs(request: pb.GenerateRequest | pb.TokenizeRequest) -> dict[str, Any]:
     return {}
 
 
-def generate(request: pb.GenerateRequest) -> m.Generate:
-    """Checked like a message from a WebSocket. Raises BadMessage."""
+def generate(request: pb.GenerateRequest, gen: str = "call", **more: Any) -> m.Generate:
+    """Checked like a message from a WebSocket. more: of its fields. Raises BadMessage."""
     sampling: dict[str, Any] = {field.name: value for field, value in request.sampling.ListFields()}
     bias = sampling.pop("logit_bias", None)
     if bias:
@@ -112,7 +112,7 @@ def generate(request: pb.GenerateRequest) -> m.Generate:
     if spec.prediction:
         speculation["prediction"] = spec.prediction
     values: dict[str, Any] = {
-        "gen": "call",
+        "gen": gen,
         "model": request.model,
         "sampling": sampling,
         "min_tokens": stop.min_tokens,
@@ -126,6 +126,7 @@ def generate(request: pb.GenerateRequest) -> m.Generate:
         "steps": _DETAIL.get(output.spec_detail, f"unknown ({output.spec_detail})"),
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        **more,
         **inputs(request),
     }
     if stop.HasField("max_tokens"):
@@ -254,13 +255,18 @@ def _finished(message: m.Finished) -> pb.Finished:
     return made
 
 
+def named(error: m.Error) -> tuple[str, str]:
+    """An error's message and the field it is about, both with the proto's name for it; "" none."""
+    said, field = error.message, error.param or ""
+    if field and (name := proto_field(field)) != field:
+        return name + said.removeprefix(field), name
+    return said, field
+
+
 def status(error: m.Error) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Code, message and trailing metadata (google.rpc.Status with details) for an error."""
-    code, field = STATUS[error.code], error.param
-    said = error.message
-    if field and (named := proto_field(field)) != field:
-        said = named + said.removeprefix(field)
-        field = named
+    code = STATUS[error.code]
+    said, field = named(error)
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
     if field:
         details.append(

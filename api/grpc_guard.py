@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from spec_serve.api import messages as m
+from spec_serve.api import traces
 from spec_serve.api.auth import LOCAL, OPEN, Keys, Principal
 from spec_serve.api.generation import failure
 from spec_serve.api.grpc_convert import status
@@ -92,7 +93,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             or handler.stream_unary
             or handler.stream_stream
         )
-        guarded = _guarded(inner, method, principal, handler.request_streaming)
+        traced = dict(handler_call_details.invocation_metadata or ()).get("traceparent")
+        guarded = _guarded(inner, method, principal, traced, handler.request_streaming)
         decode = _decoder(handler.request_deserializer)
         return _MAKE[kind](guarded, decode, handler.response_serializer)
 
@@ -132,12 +134,17 @@ async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _guarded(
-    inner: Callable[[Any, Any], Any], method: str, principal: Principal, streaming: bool
+    inner: Callable[[Any, Any], Any],
+    method: str,
+    principal: Principal,
+    traced: str | None,
+    streaming: bool,
 ) -> Callable[..., Any]:
     async def guarded(request: Any, context: Any) -> Any:
         error = _GARBAGE
         if request is not None:
             caller.set(principal)
+            traces.caller.set(traced)
             try:
                 answer = inner(_readable(request) if streaming else request, context)
                 if not inspect.isasyncgen(answer):

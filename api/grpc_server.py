@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -19,7 +21,9 @@ from spec_serve.api import grpc_convert as convert
 from spec_serve.api import messages as m
 from spec_serve.api.auth import OPEN, Keys
 from spec_serve.api.generation import Outbox, failure
-from spec_serve.api.grpc_guard import Guard
+from spec_serve.api.grpc_guard import Guard, caller
+from spec_serve.api.grpc_reader import Patience
+from spec_serve.api.grpc_session import SessionCall
 from spec_serve.api.grpc_stats import samples, server_stats
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
@@ -62,7 +66,8 @@ class SpecServe(pb_grpc.SpecServeServicer):
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.calls = 0
+        self.calls = 0  # of Generate, being served
+        self.sessions: set[SessionCall] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream one generation. One task per call; the engine's events go into its outbox."""
@@ -77,11 +82,13 @@ class SpecServe(pb_grpc.SpecServeServicer):
         if len(request.request_id) > 128:
             await _refuse(context, RequestError("id", "is longer than 128 characters"))
         try:
-            prepared = await service.prepare(wire, request.request_id, deadline)
+            prepared = await service.prepare(wire, request.request_id, deadline, caller.get())
             generation = service.start(prepared, wire.gen, outbox, lambda gen: wake.set())
         except RequestError as error:
             await _refuse(context, error, wire)
         self.calls += 1
+        cancel = partial(service.link.cancel, generation.id)
+        patience = Patience(context, lambda: outbox.overflowing, cancel)
         usual = pb.GenerateEvent()
         reused = convert.Reused(usual)
         try:
@@ -95,15 +102,24 @@ class SpecServe(pb_grpc.SpecServeServicer):
                         await _abort(context, message)
                     else:
                         await context.write(convert.event(message))
-                    if outbox.overflowing:
-                        told = "the reader of this stream is too slow"
-                        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, told)
                 if generation.over and not len(outbox):
                     return
         finally:
             self.calls -= 1
+            patience.close()
             if not generation.over:
-                service.link.cancel(generation.id)
+                cancel()
+
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: Any) -> None:
+        """Many generations over one call, as on a WebSocket."""
+        if self._service.draining:
+            await _refuse(context, RequestError("", "the server is shutting down", "draining"))
+        session = SessionCall(self._service, caller.get(), context)
+        self.sessions.add(session)
+        try:
+            await session.serve(requests)
+        finally:
+            self.sessions.discard(session)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Cancel by id, whoever started it; unknown ids are left out of the answer."""
@@ -126,7 +142,8 @@ class SpecServe(pb_grpc.SpecServeServicer):
             except m.BadMessage as error:
                 await _abort(context, _bad(error))
             try:
-                ids = (await service.prepare(wire)).request.prompt
+                prepared = await service.prepare(wire, principal=caller.get())
+                ids = prepared.request.prompt
             except RequestError as error:
                 await _refuse(context, error, wire)
         for token in ids:
@@ -222,5 +239,7 @@ class GrpcServer:
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """No new calls; running ones have grace_s seconds."""
+        """No new calls; running ones have grace_s seconds. Sessions are told to end."""
+        for session in self.servicer.sessions:
+            session.close()
         await self._server.stop(grace_s)

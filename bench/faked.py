@@ -78,6 +78,7 @@ class Ticking:
         self.info = EngineInfo(
             "faked", "none", VOCAB, 1 << 20, 1 << 20, rows, "float32", "cpu", 8, ("lookup",)
         )
+        self.limits = Limits()
         self._tick, self._tokens = tick, tokens
         self._lock = threading.Condition()
         self._rows: dict[str, tuple[Request, int]] = {}
@@ -87,7 +88,7 @@ class Ticking:
 
     def validate(self, request: Request) -> None:
         """Raises RequestError."""
-        check_request(request, self.info, Limits())
+        check_request(request, self.info, self.limits)
 
     def submit(self, request: Request) -> None:
         """Begin with the next tick."""
