@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from spec_serve.spec.admission import EngineInfo, Limits, check_request
@@ -106,9 +107,11 @@ class Ticking:
     def drain(self) -> None:
         """Nothing to do."""
 
-    def flush(self) -> int:
+    def flush(self) -> Future[int]:
         """Nothing is cached."""
-        return 0
+        done: Future[int] = Future()
+        done.set_result(0)
+        return done
 
     def stop(self) -> None:
         """End `run`."""
