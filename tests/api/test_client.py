@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -266,8 +265,7 @@ def test_every_error_survives_grpc(code: m.Code) -> None:
     status, said, trailing = grpc_convert.status(
         m.Error(code, "max_tokens: no", param="max_tokens", retryable=True, retry_after_ms=1500)
     )
-    pairs = [SimpleNamespace(key=key, value=value) for key, value in trailing]
-    made = rpc_convert.failure(Ended(status, said, pairs))
+    made = rpc_convert.failure(Ended(status, said, trailing))
     assert isinstance(made, ServerError)
     assert (made.code, made.param) == (code, "stop.max_tokens")
     assert made.retryable and made.retry_after_ms == 1500
