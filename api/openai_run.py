@@ -67,8 +67,9 @@ class Run:
         service = self._service
         for i, wire in enumerate(wires):
             name = f"{self.id}-{i}" if i else self.id
+            who = self._call.principal
             try:
-                self.prepared.append(await service.prepare(wire, name))
+                self.prepared.append(await service.prepare(wire, name, principal=who))
             except RequestError as error:
                 raise self._error(failure(error, wire=wire)) from None
             self._present()
