@@ -47,10 +47,10 @@ class Stream:
         """Nothing more will come."""
         self._queue.put_nowait(error)
 
-    def ack(self) -> m.Ack | None:
-        """What to acknowledge now, if it is time."""
-        now = monotonic()
-        if self.seen - self._acked < ACK_MESSAGES and now - self._acked_at < ACK_S:
+    def ack(self, at_once: bool) -> m.Ack | None:
+        """What to acknowledge now, if it is time or to be at once."""
+        now, count = monotonic(), self.seen - self._acked
+        if not at_once and count < ACK_MESSAGES and now - self._acked_at < ACK_S:
             return None
         self._acked, self._acked_at = self.seen, now
         return m.Ack(self.request.gen, self.seen)

@@ -270,10 +270,12 @@ class Client:
         try:
             while True:
                 message = self._codec.server_message(await self._socket.recv())
-                self._take(message)
-                if self._resume and isinstance(message, m.Delta):
+                stream = None
+                if self._resume and isinstance(message, m.Delta | m.Finished):
                     stream = self._streams.get(message.gen)
-                    ack = stream.ack() if stream is not None else None
+                self._take(message)
+                if stream is not None:
+                    ack = stream.ack(isinstance(message, m.Finished))
                     if ack is not None:
                         await self._say(ack)
         except ConnectionClosed as closed:
