@@ -1,8 +1,8 @@
 """Between the event loop and the engine: requests go in, each step's events come back in one hop.
 
 `EngineLink` is what transports see; `ThreadLink` runs the engine in a thread of its own beside the
-loop (torch releases the GIL inside its operations). An engine in a process of its own would be
-another link. Knows nothing of text or sockets.
+loop (torch releases the GIL inside its operations). An engine in a process of its own is behind
+process_link.py's. `Ledger` is what both keep of requests under way. Knows nothing of text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from spec_serve.api.engine_thread import EngineThread
-from spec_serve.spec.admission import EngineInfo
+from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.request import (
     Event,
     Finished,
@@ -29,12 +30,14 @@ from spec_serve.spec.stats import EngineStats
 log = logging.getLogger("spec_serve.link")
 
 SWITCH_INTERVAL = 1e-4  # seconds: with Python's 5 ms the loop waits for the engine's Python
+NOTHING, AT_ONCE = Usage(0, 0, 0), RequestTimings(0, 0, 0, 0)
 
 
 class Runs(Protocol):
     """What a link needs of an engine: spec/engine.py has it, and so have the fakes of tests."""
 
     info: EngineInfo
+    limits: Limits
 
     def validate(self, request: Request) -> None: ...
 
@@ -52,18 +55,33 @@ class Runs(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def flush(self) -> Future[int]: ...
+
 
 Observer = Callable[[list[Event]], None]
 
 
 class EngineLink(Protocol):
-    """An engine as the loop sees it. Events go to `Request.sink`, called in the loop's thread."""
+    """An engine as the loop sees it. Events go to `Request.sink`, called in the loop's thread.
+
+    All methods but `validate` belong to that thread.
+    """
 
     info: EngineInfo
     observers: list[Observer]  # told all events of a step after their sinks, for metrics
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Whether requests can be served now; an engine that is being restarted is not alive."""
+        ...
+
+    def start(self) -> None:
+        """Begin to step; called in the loop that events shall come to."""
+        ...
+
+    async def stop(self, within_s: float = 10.0) -> bool:
+        """End the engine after the step in progress; False if it did not end in time."""
+        ...
 
     def validate(self, request: Request) -> None:
         """Raises RequestError naming the field; from any thread, long for a long prompt."""
@@ -81,13 +99,91 @@ class EngineLink(Protocol):
         """Whether a request of this id runs or waits."""
         ...
 
-    def drain(self) -> None: ...
+    def cancel_all(self) -> None:
+        """End everything that runs or waits."""
+        ...
+
+    def drain(self) -> None:
+        """Take no new requests; those running and waiting finish."""
+        ...
+
+    async def flush(self) -> int:
+        """Drop from the prefix cache, between two steps, what no running request stands on.
+
+        Returns the tokens dropped. RequestError if the engine is not running."""
+        ...
 
     def idle(self) -> bool:
         """True when nothing runs or waits and every event has been handed to its sink."""
         ...
 
     def stats(self) -> EngineStats: ...
+
+
+class Ledger:
+    """Requests under way, and who hears of them. cancel: ends a request whose sink fails."""
+
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        self._cancel = cancel
+        self._live: dict[str, tuple[Request, list[bool]]] = {}  # id -> which choices are over
+        self.choices = 0  # under way
+        self.observers: list[Observer] = []
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def ids(self) -> list[str]:
+        """Of all requests under way."""
+        return list(self._live)
+
+    def add(self, request: Request) -> None:
+        """RequestError if one of that id is under way."""
+        if request.id in self._live:
+            raise RequestError("id", f"a request {request.id!r} is already running", "duplicate_id")
+        self._live[request.id] = request, [False] * max(request.n, 1)
+        self.choices += max(request.n, 1)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over, whatever was told of it."""
+        if (entry := self._live.pop(request_id, None)) is not None:
+            self.choices -= entry[1].count(False)
+
+    def deliver(self, events: list[Event]) -> None:
+        """Hand events to their requests' sinks; the last one of a request ends it."""
+        for event in events:
+            request = event.request
+            if type(event) is Finished and (entry := self._live.get(request.id)) is not None:
+                over = entry[1]
+                if not over[event.index]:
+                    over[event.index] = True
+                    self.choices -= 1
+                if all(over):
+                    self.forget(request.id)
+            if request.sink is not None:
+                try:
+                    request.sink(event)
+                except Exception:
+                    # One reader's trouble must not cost the others their events of this step.
+                    log.exception("the sink of request %s failed", request.id)
+                    self._cancel(request.id)
+        for observe in self.observers:
+            try:
+                observe(events)
+            except Exception:
+                log.exception("an observer of events failed")
+
+    def fail(self, error: RequestError) -> None:
+        """End everything that is under way with this error."""
+        lost: list[Event] = [
+            Finished(request, index, "error", None, NOTHING, AT_ONCE, error)
+            for request, over in self._live.values()
+            for index, done in enumerate(over)
+            if not done
+        ]
+        self.deliver(lost)
 
 
 class ThreadLink:
@@ -103,14 +199,13 @@ class ThreadLink:
         thread: EngineThread | None = None,
     ) -> None:
         self.info = engine.info
-        self.observers: list[Observer] = []
         self._engine = engine
         self._on_death = on_death
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = thread or EngineThread()
         self._started = False
-        self._live: dict[str, list[bool]] = {}  # id -> which choices are over
-        self._requests: dict[str, Request] = {}
+        self._ledger = Ledger(engine.cancel)
+        self.observers = self._ledger.observers
         self._dead = False
         self._interval = 0.0
 
@@ -119,7 +214,7 @@ class ThreadLink:
         return self._loop is not None and not self._dead
 
     def start(self) -> None:
-        """Begin to step; called in the loop that events shall come to."""
+        """See EngineLink."""
         self._loop = asyncio.get_running_loop()
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -131,7 +226,7 @@ class ThreadLink:
         self._thread.close()
 
     async def stop(self, within_s: float = 10.0) -> bool:
-        """End the engine after the step in progress; False if it did not end in time."""
+        """See EngineLink."""
         self._engine.stop()
         ended = True
         if self._started:
@@ -151,39 +246,38 @@ class ThreadLink:
     def submit(self, request: Request) -> None:
         if not self.alive:
             raise RequestError("", "the engine is not running", "engine_error")
-        if request.id in self._live:
-            raise RequestError("id", f"a request {request.id!r} is already running", "duplicate_id")
-        self._live[request.id] = [False] * max(request.n, 1)
-        self._requests[request.id] = request
+        self._ledger.add(request)
         try:
             self._engine.submit(request)
         except BaseException:
-            self._forget(request.id)
+            self._ledger.forget(request.id)
             raise
 
     def cancel(self, request_id: str) -> None:
         self._engine.cancel(request_id)
 
     def runs(self, request_id: str) -> bool:
-        return request_id in self._live
+        return request_id in self._ledger
 
     def cancel_all(self) -> None:
-        """End everything that runs or waits."""
-        for request_id in list(self._live):
+        """See EngineLink."""
+        for request_id in self._ledger.ids():
             self._engine.cancel(request_id)
 
     def drain(self) -> None:
         self._engine.drain()
 
+    async def flush(self) -> int:
+        """See EngineLink."""
+        if not self.alive:
+            raise RequestError("", "the engine is not running", "engine_error")
+        return await asyncio.wrap_future(self._engine.flush())
+
     def idle(self) -> bool:
-        return not self._live
+        return not len(self._ledger)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
-
-    def _forget(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
-        self._requests.pop(request_id, None)
 
     def _run(self) -> None:
         failed = False
@@ -201,44 +295,13 @@ class ThreadLink:
         loop = self._loop
         assert loop is not None
         if events and not loop.is_closed():
-            loop.call_soon_threadsafe(self._deliver, events)
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            request = event.request
-            if type(event) is Finished:
-                over = self._live.get(request.id)
-                if over is not None:
-                    over[event.index] = True
-                    if all(over):
-                        self._forget(request.id)
-            if request.sink is not None:
-                try:
-                    request.sink(event)
-                except Exception:
-                    # One reader's trouble must not cost the others their events of this step.
-                    log.exception("the sink of request %s failed", request.id)
-                    self._engine.cancel(request.id)
-        for observe in self.observers:
-            try:
-                observe(events)
-            except Exception:
-                log.exception("an observer of events failed")
+            loop.call_soon_threadsafe(self._ledger.deliver, events)
 
     def _ended(self, failed: bool) -> None:
         self._dead = True
         if not failed:
             return
         error = RequestError("", "the engine stopped while serving this request", "engine_error")
-        lost: list[Event] = [
-            Finished(
-                self._requests[request_id], index, "error", None,
-                Usage(0, 0, 0), RequestTimings(0, 0, 0, 0), error,
-            )
-            for request_id, over in list(self._live.items())
-            for index, done in enumerate(over)
-            if not done
-        ]  # fmt: skip
-        self._deliver(lost)
+        self._ledger.fail(error)
         if self._on_death is not None:
             self._on_death()

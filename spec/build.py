@@ -93,7 +93,11 @@ class Builder:
         row.next_slot = 0
         row.shared = False
         if row.sources is None and self._speculates(row):
-            row.sources = self._sources(row)
+            try:
+                row.sources = self._sources(row)
+            except Exception:
+                self.store.close(kv)
+                raise
             row.told = len(row.tokens)
         return kv
 

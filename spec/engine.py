@@ -11,9 +11,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from time import monotonic, perf_counter
 
 from spec_serve.cache.store import KVStore
+from spec_serve.spec import report
 from spec_serve.spec.admission import EngineInfo, Limits, check_request, make_rows
 from spec_serve.spec.build import Builder
 from spec_serve.spec.completion import Completion, collect
@@ -25,11 +28,7 @@ from spec_serve.spec.request import (
     Reason,
     Request,
     RequestError,
-    RequestTimings,
     Started,
-    StepRecord,
-    TokenLogprob,
-    Usage,
 )
 from spec_serve.spec.row import Row
 from spec_serve.spec.scheduler import Scheduler
@@ -38,6 +37,7 @@ from spec_serve.spec.step import Device, Job, Result, Scored
 
 log = logging.getLogger("spec_serve.engine")
 
+FAILED = "the engine failed while serving this request"
 AHEAD = 8  # slots kept for each running row when another one is admitted
 
 
@@ -62,6 +62,7 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: dict[str, list[Row]] = {}
         self._cancels: set[str] = set()
+        self._flushes: list[Future[int]] = []
         self._live: dict[str, list[Row]] = {}
         self._pending = 0  # choices submitted and not finished, for the queue limit
         self._draining = False
@@ -119,6 +120,19 @@ class Engine:
             self._stopped = True
             self._wake.notify()
 
+    def flush(self) -> Future[int]:
+        """Drop from the prefix cache, between two steps, all that no running row stands on.
+
+        The future holds the tokens dropped: 0 once the engine has stopped."""
+        asked: Future[int] = Future()
+        with self._wake:
+            if self._stopped:
+                asked.set_result(0)
+            else:
+                self._flushes.append(asked)
+                self._wake.notify()
+        return asked
+
     def idle(self) -> bool:
         """True if nothing runs, waits or is on its way in."""
         with self._wake:
@@ -141,14 +155,15 @@ class Engine:
         while True:
             with self._wake:
                 while not (
-                    self._inbox or self._cancels or self._live or self._events or self._stopped
-                ):
+                    self._inbox or self._cancels or self._flushes
+                    or self._live or self._events or self._stopped
+                ):  # fmt: skip
                     self._wake.wait()
                 if self._stopped:
                     break
             events = self.step()
             if events:
-                publish(events)
+                self._hand(publish, events)
             elif not self.scheduler.running and self.scheduler.waiting:
                 with self._wake:  # waiting for a leader or for room: nothing can change by itself
                     self._wake.wait(0.005)
@@ -156,6 +171,22 @@ class Engine:
         with self._wake:
             self._cancels |= set(self._live)
         self._intake()
+        publish(self._take())
+
+    def _hand(self, publish: Callable[[list[Event]], None], events: list[Event]) -> None:
+        """Publish; events that can't be end their requests. Raises what fails a second time."""
+        try:
+            publish(events)
+            return
+        except Exception:
+            log.exception("the events of a step were lost")
+        for request in {event.request.id: event.request for event in events}.values():
+            for row in list(self._live.get(request.id, ())):
+                self._fail(row)
+        error = RequestError("", FAILED, "engine_error")
+        for event in events:
+            if isinstance(event, Finished):
+                self._events.append(replace(event, reason="error", matched=None, error=error))
         publish(self._take())
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -196,7 +227,10 @@ class Engine:
         ran = perf_counter()
         self._stats.host_us += int((built - begun) * 1e6)
         self._commit(rows, job, result, int((built - begun) * 1e6))
-        self.builder.observe(job, result)
+        try:
+            self.builder.observe(job, result)
+        except Exception:
+            log.exception("what a step cost was not learnt")
         self._stats.steps += 1
         self._stats.host_us += int((perf_counter() - ran) * 1e6)
         return self._take()
@@ -208,12 +242,12 @@ class Engine:
         return events
 
     def _intake(self) -> None:
-        """Turn new requests into waiting rows; end cancelled and overdue ones."""
-        if self._inbox or self._cancels:
+        """Turn new requests into waiting rows; end cancelled and overdue ones; flush."""
+        if self._inbox or self._cancels or self._flushes:
             with self._wake:
-                arrived, cancels = self._inbox, self._cancels
+                arrived, cancels, flushes = self._inbox, self._cancels, self._flushes
                 self._live |= arrived
-                self._inbox, self._cancels = {}, set()
+                self._inbox, self._cancels, self._flushes = {}, set(), []
             self._stats.requests += len(arrived)
             for rows in arrived.values():
                 self.scheduler.waiting += rows
@@ -223,6 +257,10 @@ class Engine:
                 for row in list(self._live.get(request_id, ())):
                     self._stats.aborted += 1
                     self._finish(row, "cancelled", None)
+            for asked in flushes:
+                held = self.store.tree.size
+                self.store.clear()
+                asked.set_result(held - self.store.tree.size)
         if self._timed:
             now = monotonic()
             for row in [r for r in self._timed if (r.request.deadline or now) <= now]:
@@ -235,25 +273,35 @@ class Engine:
             return
         now = monotonic()
         while (row := self.scheduler.next_waiting(now)) is not None:
-            # Asked first, as opening touches what matches and makes look-ups.
-            cached = self.store.matched(row.tokens, row.request.salt) if row.scored else 0
-            if not self._fits(row, cached):
-                return
-            kv = self.builder.open(row)
-            if kv is None:
-                return
-            if not self._fits(row, len(kv.tokens)):  # what it matched can't be evicted any more
-                self.store.close(kv)
-                return
-            row.kv = kv
-            if row.cached < 0:
-                row.cached = len(kv.tokens) - row.replay
-                row.admitted = now
-                self._stats.prompt_tokens += row.prompt_len
-                self._stats.prefix_hit_tokens += row.cached
-                queued = (now - row.arrived) * 1e3
-                self._events.append(Started(row.request, row.index, row.cached, queued))
-            self.scheduler.admit(row)
+            try:
+                if not self._open(row, now):
+                    return
+            except Exception:
+                log.exception("request %r could not begin", row.request.id)
+                self._fail(row)
+
+    def _open(self, row: Row, now: float) -> bool:
+        """Give a row its place in the cache; False if there is no room yet."""
+        # Asked first, as opening touches what matches and makes look-ups.
+        cached = self.store.matched(row.tokens, row.request.salt) if row.scored else 0
+        if not self._fits(row, cached):
+            return False
+        kv = self.builder.open(row)
+        if kv is None:
+            return False
+        if not self._fits(row, len(kv.tokens)):  # what it matched can't be evicted any more
+            self.store.close(kv)
+            return False
+        row.kv = kv
+        if row.cached < 0:
+            row.cached = len(kv.tokens) - row.replay
+            row.admitted = now
+            self._stats.prompt_tokens += row.prompt_len
+            self._stats.prefix_hit_tokens += row.cached
+            queued = (now - row.arrived) * 1e3
+            self._events.append(Started(row.request, row.index, row.cached, queued))
+        self.scheduler.admit(row)
+        return True
 
     def _fits(self, row: Row, cached: int) -> bool:
         """True if there is room for a row beside what the running ones are about to need."""
@@ -338,15 +386,9 @@ class Engine:
         stats.accepted += accepted
         lps = None
         if row.request.logprobs is not None:
-            lps = _logprobs(result.logprobs.get(b, []), taken)
-        sources, names = self.builder.sources(row, path, given) if drafted else ({}, [])
-        record = StepRecord(
-            row.steps, drafted, accepted, sources, result.draft_us, result.verify_us, host_us,
-            len(job.twigs),
-            list(tokens[given:]) if drafted else [],
-            [p - given for p in tree.parents[given:]] if drafted else [],
-            names,
-        )  # fmt: skip
+            lps = report.logprobs(result.logprobs.get(b, []), taken)
+        told = self.builder.sources(row, path, given) if drafted else report.NOT_GUESSED
+        record = report.step_record(row, job, b, result, accepted, host_us, told)
         self._events.append(Delta(row.request, row.index, new, lps, record))
         if reason is not None:
             self._finish(row, reason, matched)
@@ -355,7 +397,7 @@ class Engine:
             self.builder.share(row)
 
     def _prompt_scores(self, row: Row, scored: Scored | None, last: bool) -> None:
-        row.prompt_scored += _logprobs(scored or [], None)
+        row.prompt_scored += report.logprobs(scored or [])
         if last:
             row.scored = True
             self._events.append(PromptScored(row.request, row.index, row.prompt_scored))
@@ -369,7 +411,11 @@ class Engine:
         error: RequestError | None = None,
     ) -> None:
         """End a choice: its cache place, its waiting place, its last event."""
-        self.builder.retire(row)
+        try:
+            self.builder.retire(row)
+        except Exception:
+            log.exception("the cache place of request %r is lost", row.request.id)
+            row.kv = None
         self.scheduler.retire(row)
         self._timed.discard(row)
         for other in self.scheduler.waiting:
@@ -383,19 +429,8 @@ class Engine:
                 del self._live[request.id]
                 self._cancels.discard(request.id)  # not meant for a later request of that name
             self._pending -= 1
-        begun, first = row.admitted or monotonic(), row.first_token
-        timings = RequestTimings(
-            (begun - row.arrived) * 1e3,
-            (first - begun) * 1e3 if first else 0.0,
-            (first - row.arrived) * 1e3 if first else 0.0,
-            (row.last_token - first) * 1e3,
-        )
-        usage = Usage(
-            row.prompt_len, max(row.cached, 0), row.emitted,
-            row.accepted_prediction, row.rejected_prediction,
-        )  # fmt: skip
         self._stats.finished += 1
-        self._events.append(Finished(request, row.index, reason, matched, usage, timings, error))
+        self._events.append(report.finished(row, reason, matched, error))
 
     def _step_failed(self) -> None:
         """Find who is to blame: rows run alone next, and the one that fails alone is dropped."""
@@ -409,9 +444,6 @@ class Engine:
         self._suspects = [row for row in suspects if row in running]
 
     def _fail(self, row: Row) -> None:
-        error = RequestError("", "the engine failed while serving this request", "engine_error")
+        error = RequestError("", FAILED, "engine_error")
         self._finish(row, "error", None, error)
 
-
-def _logprobs(scored: Scored, count: int | None) -> list[TokenLogprob]:
-    return [TokenLogprob(token, lp, top) for token, lp, top in scored[:count]]

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from spec_serve.spec.admission import EngineInfo, Limits, check_request
@@ -82,6 +83,7 @@ class Echo:
         self.info = EngineInfo(
             "echo", "none", VOCAB, context, context, rows, "float32", "cpu", 8, ("lookup",)
         )
+        self.limits = Limits()
         self._run, self.pause, self._rows, self._fail_at = run, pause, rows, fail_at
         self._wake = threading.Condition()
         self._choices: list[_Choice] = []
@@ -90,7 +92,7 @@ class Echo:
         self._stats = EngineStats(kv_total=context)
 
     def validate(self, request: Request) -> None:
-        check_request(request, self.info, Limits())
+        check_request(request, self.info, self.limits)
 
     def submit(self, request: Request) -> None:
         self.validate(request)
@@ -124,6 +126,11 @@ class Echo:
         stats.running = min(len(self._choices), self._rows)
         stats.waiting = len(self._choices) - stats.running
         return stats
+
+    def flush(self) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(0)
+        return done
 
     def run(self, publish: Callable[[list[Event]], None]) -> None:
         while True:

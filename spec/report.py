@@ -1,0 +1,73 @@
+"""What the engine tells of a row, out of what it knows: usage, timings, log-probabilities, steps.
+
+Pure functions of rows and results; who is told, and when, is the engine's business.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from spec_serve.spec.request import (
+    Finished,
+    Reason,
+    RequestError,
+    RequestTimings,
+    StepRecord,
+    TokenLogprob,
+    Usage,
+)
+from spec_serve.spec.row import Row
+from spec_serve.spec.step import Job, Result, Scored
+
+Guessed = tuple[dict[str, tuple[int, int]], list[str]]  # (drafted, accepted) by source; of each
+NOT_GUESSED: Guessed = ({}, [])
+
+
+def finished(
+    row: Row, reason: Reason, matched: int | str | None, error: RequestError | None
+) -> Finished:
+    """The end of a row."""
+    return Finished(row.request, row.index, reason, matched, usage(row), timings(row), error)
+
+
+def usage(row: Row) -> Usage:
+    """The tokens a row has read and made so far."""
+    return Usage(
+        row.prompt_len, max(row.cached, 0), row.emitted,
+        row.accepted_prediction, row.rejected_prediction,
+    )  # fmt: skip
+
+
+def timings(row: Row) -> RequestTimings:
+    """How long a row has waited and run, in milliseconds."""
+    begun, first = row.admitted or monotonic(), row.first_token
+    return RequestTimings(
+        (begun - row.arrived) * 1e3,
+        (first - begun) * 1e3 if first else 0.0,
+        (first - row.arrived) * 1e3 if first else 0.0,
+        (row.last_token - first) * 1e3,
+    )
+
+
+def logprobs(scored: Scored, count: int | None = None) -> list[TokenLogprob]:
+    """Of the first `count` tokens scored, None = all."""
+    return [TokenLogprob(token, lp, top) for token, lp, top in scored[:count]]
+
+
+def step_record(
+    row: Row,
+    job: Job,
+    b: int,
+    result: Result,
+    accepted: int,
+    host_us: int,
+    told: Guessed,
+) -> StepRecord:
+    """Twig `b` of a job; told: by whom it was guessed."""
+    tree = job.twigs[b].tree
+    given = tree.given
+    return StepRecord(
+        row.steps, len(tree.tokens) - given, accepted, told[0],
+        result.draft_us, result.verify_us, host_us, len(job.twigs),
+        list(tree.tokens[given:]), [p - given for p in tree.parents[given:]], told[1],
+    )  # fmt: skip
