@@ -29,11 +29,13 @@ from spec_serve.api.grpc_server import GrpcServer
 from spec_serve.api.http import STREAM_PATH, App
 from spec_serve.api.http_limits import BoundedHttp
 from spec_serve.api.limits import Bounds
-from spec_serve.api.link import Runs, ThreadLink
+from spec_serve.api.link import Runs
 from spec_serve.api.messages import Draining
 from spec_serve.api.metrics import Meter
 from spec_serve.api.ops import Operations
 from spec_serve.api.ports import is_loopback
+from spec_serve.api.process_child import EngineProcess
+from spec_serve.api.process_link import link_to
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service
 from spec_serve.api.traces import Traces, exporter
@@ -56,7 +58,7 @@ class HttpServer(uvicorn.Server):
 
 
 def run_server(
-    engine: Runs,
+    engine: Runs | EngineProcess,
     tokenizer: TextTokens,
     settings: ServeSettings,
     ready: Callable[[list[str]], None],
@@ -67,7 +69,7 @@ def run_server(
 
 
 async def serve(
-    engine: Runs,
+    engine: Runs | EngineProcess,
     tokenizer: TextTokens,
     settings: ServeSettings,
     ready: Callable[[list[str]], None],
@@ -94,13 +96,13 @@ class Server:
 
     def __init__(
         self,
-        engine: Runs,
+        engine: Runs | EngineProcess,
         tokenizer: TextTokens,
         settings: ServeSettings,
         thread: EngineThread | None = None,
     ) -> None:
         self.settings = settings
-        self.link = ThreadLink(engine, self._engine_died, thread)
+        self.link = link_to(engine, self._engine_died, thread)
         config = settings.generation_config
         if config is None:
             config = _find_generation_config(engine.info.model)
