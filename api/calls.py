@@ -101,6 +101,7 @@ class Call:
         self.id = ""  # of the request, in the answer's head and in the log
         self.principal: Principal = LOCAL
         self.started = False  # whether the head of the answer is out
+        self.extra: list[tuple[bytes, bytes]] = []  # headers of whatever is answered, such as CORS
         self.gone = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -130,20 +131,17 @@ class Call:
         length = self.header("content-length")
         if length is not None and length.isdigit() and int(length) > MAX_BODY:
             raise HttpError("too_large", f"a body may have at most {MAX_BODY} bytes")
-        parts: list[bytes] = []
-        size = 0
+        held = bytearray()  # not a list: pieces of one byte would cost fifty times their size
         while True:
             event = await self._receive()
             if event["type"] == "http.disconnect":
                 self.gone.set()
                 raise ConnectionResetError("the client went away")
-            part = event.get("body", b"")
-            size += len(part)
-            if size > MAX_BODY:
+            held += event.get("body", b"")
+            if len(held) > MAX_BODY:
                 raise HttpError("too_large", f"a body may have at most {MAX_BODY} bytes")
-            parts.append(part)
             if not event.get("more_body"):
-                return b"".join(parts)
+                return bytes(held)
 
     async def json(self, kind: type[T]) -> T:
         """The body as a msgspec type. HttpError invalid_request naming the field."""
@@ -224,5 +222,5 @@ class Call:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
-        headers.append((b"x-request-id", self.id.encode()))
+        headers += [(b"x-request-id", self.id.encode()), *self.extra]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

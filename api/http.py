@@ -17,12 +17,13 @@ from spec_serve.api.calls import Call, HttpError, Receive, Route, Scope, Send
 from spec_serve.api.generation import failure
 from spec_serve.api.service import Service
 from spec_serve.api.version import __version__
-from spec_serve.api.websocket import Socket, stream
+from spec_serve.api.websocket import Socket, origin_allowed, stream
 from spec_serve.spec.request import RequestError
 
 log = logging.getLogger("spec_serve.http")
 
 STREAM_PATH = "/v1/stream"
+_CORS_HEADERS = b"authorization, content-type, x-api-key, x-request-id, traceparent"
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -39,9 +40,10 @@ class App:
         keys: Keys = OPEN,
         routes: Iterable[Route] = (),
     ) -> None:
-        self.sessions: set[Socket] = set()
+        self.door = Door(service, STREAM_PATH, allow_origins, keys)
+        self.sessions: set[Socket] = self.door.sockets
         self.calls = 0
-        self._service, self._allow_origins, self._keys = service, allow_origins, keys
+        self._service, self._keys = service, keys
         self._exact: dict[str, dict[str, Route]] = {}
         self._below: list[tuple[str, dict[str, Route]]] = []
         self.add(
@@ -72,8 +74,7 @@ class App:
             if scope["type"] == "http":
                 await self._serve(Call(scope, receive, send))
             elif scope["path"] == STREAM_PATH:
-                service, origins = self._service, self._allow_origins
-                await stream(service, self.sessions, origins, scope, receive, send)
+                await stream(self.door, scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
         except OSError:
@@ -88,7 +89,11 @@ class App:
         traces.caller.set(call.header("traceparent"))
         self.calls += 1
         try:
+            if self._preflight(call):
+                return await call.answer(204, b"")
             route = self._find(call)
+            if route.access != "open":
+                self._from_allowed_page(call)
             if route.access == "key":
                 call.principal = self._keys.check(call.key())
             elif route.access == "admin":
@@ -107,6 +112,34 @@ class App:
         finally:
             self.calls -= 1
             await call.close()
+
+    def _preflight(self, call: Call) -> bool:
+        """Whether a browser asks what a foreign page may do, and that page is allowed.
+
+        Only pages of `allow_origins` learn what other answers say; by default none do.
+        """
+        origin = call.header("origin")
+        if origin is None or not ("*" in self._allow_origins or origin in self._allow_origins):
+            return False
+        call.extra += [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"vary", b"origin"),
+        ]
+        if call.method != "OPTIONS" or call.header("access-control-request-method") is None:
+            return False
+        call.extra += [
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-allow-headers", _CORS_HEADERS),
+            (b"access-control-max-age", b"600"),
+        ]
+        return True
+
+    def _from_allowed_page(self, call: Call) -> None:
+        """Without keys any page that a user of this machine opens could ask for things."""
+        origin, host = call.header("origin"), call.header("host") or ""
+        if not self._keys.needed and not origin_allowed(origin, host, self._allow_origins):
+            raise HttpError("forbidden", "pages of this origin may not use this server")
 
     async def _failed(self, call: Call, error: HttpError) -> None:
         if not call.started:  # else the stream stays without an end, which its reader can tell
