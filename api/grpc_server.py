@@ -6,11 +6,9 @@ mean stands in grpc_convert.py and behind the service.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,9 +18,8 @@ from grpc_reflection.v1alpha import reflection
 from spec_serve.api import grpc_convert as convert
 from spec_serve.api import messages as m
 from spec_serve.api.auth import OPEN, Keys
-from spec_serve.api.generation import Outbox, failure
+from spec_serve.api.grpc_call import Calls, Said, abort, bad, generate, refuse
 from spec_serve.api.grpc_guard import Guard, caller
-from spec_serve.api.grpc_reader import Patience
 from spec_serve.api.grpc_session import SessionCall
 from spec_serve.api.grpc_stats import samples, server_stats
 from spec_serve.api.proto import specserve_pb2 as pb
@@ -47,73 +44,37 @@ OPTIONS = (
 )
 
 
-async def _abort(context: Any, error: m.Error) -> NoReturn:
-    code, said, trailing = convert.status(error)
-    await context.abort(code, said, trailing)
-    raise AssertionError("abort raises")
-
-
-async def _refuse(context: Any, error: RequestError, wire: m.Generate | None = None) -> NoReturn:
-    await _abort(context, failure(error, wire=wire))
-
-
-def _bad(error: m.BadMessage) -> m.Error:
-    return m.Error("invalid_request", str(error), param=error.field or None)
-
-
 class SpecServe(pb_grpc.SpecServeServicer):
     """The methods of the proto, for one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, calls: Calls) -> None:
         self._service = service
-        self.calls = 0  # of Generate, being served
+        self.calls = calls
         self.sessions: set[SessionCall] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream one generation. One task per call; the engine's events go into its outbox."""
-        service, wake = self._service, asyncio.Event()
-        outbox = Outbox(wake.set)
-        left = context.time_remaining()
-        deadline = None if left is None else time.monotonic() + left
         try:
             wire = convert.generate(request)
         except m.BadMessage as error:
-            await _abort(context, _bad(error))
-        if len(request.request_id) > 128:
-            await _refuse(context, RequestError("id", "is longer than 128 characters"))
-        try:
-            prepared = await service.prepare(wire, request.request_id, deadline, caller.get())
-            generation = service.start(prepared, wire.gen, outbox, lambda gen: wake.set())
-        except RequestError as error:
-            await _refuse(context, error, wire)
-        self.calls += 1
-        cancel = partial(service.link.cancel, generation.id)
-        patience = Patience(context, lambda: outbox.overflowing, cancel)
+            await abort(context, bad(error))
         usual = pb.GenerateEvent()
         reused = convert.Reused(usual)
-        try:
-            while True:
-                await wake.wait()
-                wake.clear()
-                for message in outbox.take():
-                    if type(message) is m.Delta and reused.fill(message):
-                        await context.write(usual)  # encoded before this waits
-                    elif isinstance(message, m.Error):
-                        await _abort(context, message)
-                    else:
-                        await context.write(convert.event(message))
-                if generation.over and not len(outbox):
-                    return
-        finally:
-            self.calls -= 1
-            patience.close()
-            if not generation.over:
-                cancel()
+        write = context.write
+
+        async def say(message: Said) -> None:
+            # The usual one is encoded before `write` waits, so that it is free again.
+            if type(message) is m.Delta and reused.fill(message):
+                await write(usual)
+            else:
+                await write(convert.event(message))
+
+        await generate(self._service, self.calls, context, wire, request.request_id, say)
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: Any) -> None:
         """Many generations over one call, as on a WebSocket."""
         if self._service.draining:
-            await _refuse(context, RequestError("", "the server is shutting down", "draining"))
+            await refuse(context, RequestError("", "the server is shutting down", "draining"))
         session = SessionCall(self._service, caller.get(), context)
         self.sessions.add(session)
         try:
@@ -140,16 +101,16 @@ class SpecServe(pb_grpc.SpecServeServicer):
                 values = {"gen": "call", "model": request.model, **convert.inputs(request)}
                 wire = m.generate(values)
             except m.BadMessage as error:
-                await _abort(context, _bad(error))
+                await abort(context, bad(error))
             try:
                 prepared = await service.prepare(wire, principal=caller.get())
                 ids = prepared.request.prompt
             except RequestError as error:
-                await _refuse(context, error, wire)
+                await refuse(context, error, wire)
         for token in ids:
             if token >= limit:
                 told = f"token id {token} is not in the vocabulary (0 to {limit - 1})"
-                await _refuse(context, RequestError("detokenize.ids", told))
+                await refuse(context, RequestError("detokenize.ids", told))
         text = TextStream(table, skip_special=False)
         return pb.TokenizeResponse(ids=ids, text=text.push(ids) + text.finish())
 
@@ -177,7 +138,7 @@ class SpecServe(pb_grpc.SpecServeServicer):
             async for made in samples(self._service, request.interval_ms):
                 await context.write(made)
         except m.BadMessage as error:
-            await _abort(context, _bad(error))
+            await abort(context, bad(error))
 
     def _model(self) -> pb.Model:
         info = self._service.link.info
@@ -208,7 +169,8 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         host, port = settings.host, settings.grpc_port
-        self.servicer = SpecServe(service)
+        self._calls = Calls()
+        self.servicer = SpecServe(service, self._calls)
         self._server = grpc.aio.server(interceptors=[Guard(keys)], options=OPTIONS)
         self._health = HealthServicer()
         add = pb_grpc.add_SpecServeServicer_to_server
@@ -227,6 +189,16 @@ class GrpcServer:
             raise OSError(f"grpc-port: can't listen on {where}") from error
         if not self.port:
             raise OSError(f"grpc-port: can't listen on {where}")
+
+    @property
+    def sessions(self) -> frozenset[SessionCall]:
+        """The open ones."""
+        return frozenset(self.servicer.sessions)
+
+    @property
+    def calls(self) -> int:
+        """How many calls are being served, besides sessions."""
+        return self._calls.count
 
     async def start(self) -> None:
         """Serve, and say so."""

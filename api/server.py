@@ -224,21 +224,25 @@ class Server:
         if self.grpc is not None:
             await self.grpc.not_serving()
         self.link.drain()
-        for session in self.app.sessions:
+        for session in self._sessions():
             session.say(Draining(settings.drain_s))
         await self._quiet(settings.drain_s, self._at_once)
         cut = self._at_once.is_set()
         if not self._idle():
-            for session in self.app.sessions:
+            for session in self._sessions():
                 session.cancel_all()
             self.link.cancel_all()
             await self._quiet(FLUSH_S, None)
         return 1 if self._failed or cut else 0
 
     def _idle(self) -> bool:
-        calls = self.grpc.servicer.calls if self.grpc is not None else 0
+        calls = self.grpc.calls if self.grpc is not None else 0
         calls += self.app.calls
-        return self.link.idle() and not calls and not any(s.busy for s in self.app.sessions)
+        return self.link.idle() and not calls and not any(s.busy for s in self._sessions())
+
+    def _sessions(self) -> list[Any]:
+        """WebSockets and gRPC's sessions."""
+        return [*self.app.sessions, *(self.grpc.sessions if self.grpc is not None else ())]
 
     async def _quiet(self, within_s: float, unless: asyncio.Event | None) -> None:
         """Wait until nothing runs and all has been sent, at most so long."""
