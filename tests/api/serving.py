@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from spec_serve.api import messages as m
@@ -20,8 +21,11 @@ SETTINGS = ServeSettings(
 
 
 @asynccontextmanager
-async def served(engine: Echo | None = None) -> AsyncIterator[tuple[Server, str]]:
-    server = Server(engine or Echo(), ByteTokens(), SETTINGS)
+async def served(
+    engine: Echo | None = None, **changes: Any
+) -> AsyncIterator[tuple[Server, str]]:
+    """The server and the address of its WebSocket. changes: of SETTINGS."""
+    server = Server(engine or Echo(), ByteTokens(), replace(SETTINGS, **changes))
     try:
         await server.start()
         yield server, server.addresses()[0]
