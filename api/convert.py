@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spec_serve.api.auth import LOCAL, Principal
-from spec_serve.api.messages import ChatMessage, Generate
+from spec_serve.api.messages import Generate
 from spec_serve.api.text import StopStrings, StopWatch, TextStream, TokenTable
+from spec_serve.api.tool_formats import format_of
+from spec_serve.api.turns import check_tools, prefers_text, takes_tools, told_in_text, turns
 from spec_serve.spec.request import Request, RequestError, Sampling, Speculation, Stopping
 
 
@@ -86,6 +88,7 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 class Prepared:
     """A request ready for the engine, and what its answer needs.
 
+    shown: control tokens that show in the text, as calls of tools are written with them.
     principal: who asks; arrived: time.monotonic() seconds, before the text was read.
     """
 
@@ -93,26 +96,21 @@ class Prepared:
     request: Request
     tokenizer: TextTokens
     stops: StopStrings | None
+    shown: frozenset[int] = frozenset()
     principal: Principal = LOCAL
     arrived: float = 0.0
 
     def text_stream(self) -> TextStream:
         """Fresh: one for each choice."""
-        return _stream(self.wire, self.tokenizer, self.stops)
-
-
-def _stream(wire: Generate, tokenizer: TokenTable, stops: StopStrings | None) -> TextStream:
-    return TextStream(
-        tokenizer,
-        stops if stops is not None else (),
-        skip_special=wire.skip_special_tokens,
-        include_stop=wire.include_stop,
-        min_tokens=wire.min_tokens,
-    )
-
-
-def _watch(wire: Generate, tokenizer: TokenTable, stops: StopStrings | None) -> StopWatch | None:
-    return StopWatch(tokenizer, stops, wire.skip_special_tokens) if stops is not None else None
+        wire = self.wire
+        return TextStream(
+            self.tokenizer,
+            self.stops if self.stops is not None else (),
+            skip_special=wire.skip_special_tokens,
+            include_stop=wire.include_stop,
+            min_tokens=wire.min_tokens,
+            shown=self.shown,
+        )
 
 
 def to_request(
@@ -133,6 +131,7 @@ def to_request(
         raise RequestError("model", f"{wire.model!r} is not served here", "model_not_found")
     prompt = _prompt(wire, tokenizer)
     stops = StopStrings(wire.stop) if wire.stop else None
+    shown = tool_markers(tokenizer) if wire.tools else frozenset[int]()
     if wire.timeout_s is not None:
         own = time.monotonic() + wire.timeout_s
         deadline = own if deadline is None else min(own, deadline)
@@ -147,7 +146,7 @@ def to_request(
             eos=frozenset(tokenizer.eos_ids),
             token_ids=frozenset(wire.stop_token_ids),
             ignore_eos=wire.ignore_eos,
-            watch=_watch(wire, tokenizer, stops),
+            watch=StopWatch(tokenizer, stops, wire.skip_special_tokens, shown) if stops else None,
         ),
         speculation=Speculation(
             mode=spec.mode,
@@ -166,7 +165,17 @@ def to_request(
         priority=wire.priority,
         deadline=deadline,
     )
-    return Prepared(wire, request, tokenizer, stops)
+    return Prepared(wire, request, tokenizer, stops, shown)
+
+
+def tool_markers(tokenizer: TextTokens) -> frozenset[int]:
+    """The control tokens of the model's way to write calls of tools: a reader needs to see them."""
+    found = set()
+    for text in format_of(tokenizer.chat_template or "").controls:
+        ids = tokenizer.encode(text, special=True, bos=False)
+        if len(ids) == 1 and tokenizer.is_special(ids[0]):
+            found.add(ids[0])
+    return frozenset(found)
 
 
 def _encode(name: str, tokenizer: TextTokens, text: str, bos: bool | None = None) -> list[int]:
@@ -193,37 +202,36 @@ def _prompt(wire: Generate, tokenizer: TextTokens) -> list[int]:
     assert wire.messages is not None
     if tokenizer.chat_template is None:
         raise RequestError("messages", "this model has no chat template; send prompt instead")
-    messages = [_message(i, message) for i, message in enumerate(wire.messages)]
-    try:
-        return tokenizer.render_chat(messages, tools=wire.tools)
-    except UnicodeEncodeError:
-        raise RequestError("messages", "hold half a surrogate pair") from None
-    except Exception as error:
-        # Whatever a model's template stumbles over; its own words only where it raised them.
-        said = str(error) if isinstance(error, ValueError) else type(error).__name__
-        told = f"the chat template can't render these: {said[:200]}"
-        raise RequestError("messages", told) from error
+    if wire.tools:
+        check_tools(wire.tools)
+    return _rendered(wire, tokenizer, tokenizer.chat_template)
 
 
-def _message(i: int, message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates expect it; content parts are joined."""
-    content = message.content
-    if content is None and not (message.role == "assistant" and message.tool_calls):
-        raise RequestError(f"messages[{i}].content", "must not be null")
-    if isinstance(content, list):
-        texts = []
-        for j, part in enumerate(content):
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise RequestError(
-                    f"messages[{i}].content[{j}]", "only parts {type: text, text: ...} are served"
-                )
-            texts.append(part["text"])
-        content = "".join(texts)
-    made: dict[str, Any] = {"role": message.role, "content": content or ""}
-    for name in ("name", "tool_call_id", "tool_calls"):
-        if (value := getattr(message, name)) is not None:
-            made[name] = value
-    return made
+def _rendered(wire: Generate, tokenizer: TextTokens, template: str) -> list[int]:
+    """Ids of a conversation."""
+    messages, tools = wire.messages or [], wire.tools or None
+    uses = bool(tools) or any(turn.role == "tool" or turn.tool_calls for turn in messages)
+    in_text = uses and not takes_tools(template)
+    # A template takes arguments in one form and stumbles over the other; most take both.
+    forms = [prefers_text(template) or in_text]
+    if uses and not in_text:
+        forms.append(not forms[0])
+    for as_text in forms:
+        given = turns(messages, as_text)
+        if in_text:
+            given, tools = told_in_text(given, tools or ()), None
+        try:
+            return tokenizer.render_chat(given, tools=tools)
+        except UnicodeEncodeError:
+            raise RequestError("messages", "hold half a surrogate pair") from None
+        except Exception as error:
+            if as_text is not forms[-1]:
+                continue
+            # Whatever a model's template stumbles over; its own words only where it raised them.
+            said = str(error) if isinstance(error, ValueError) else type(error).__name__
+            told = f"the chat template can't render these: {said[:200]}"
+            raise RequestError("messages", told) from error
+    raise AssertionError("one form at least is tried")
 
 
 def _sampling(wire: Generate, tokenizer: TextTokens, defaults: SamplingDefaults) -> Sampling:

@@ -36,6 +36,7 @@ class Ends(msgspec.Struct, array_like=True):
     ignore_eos: bool
     stops: tuple[str, ...]
     skip_special: bool
+    shown: frozenset[int] = frozenset()
 
 
 class Submit(msgspec.Struct, tag=1, array_like=True):
@@ -181,6 +182,7 @@ def to_submit(number: int, request: r.Request) -> Submit:
         stopping.max_tokens, stopping.min_tokens, stopping.eos, stopping.token_ids,
         stopping.ignore_eos, watch.stops.strings if watch is not None else (),
         watch.skip_special if watch is not None else True,
+        watch.shown if watch is not None else frozenset(),
     )  # fmt: skip
     return Submit(
         number, request.id, request.prompt, request.sampling, ends, request.speculation, request.n,
@@ -193,7 +195,7 @@ def from_submit(made: Submit, tokenizer: TokenTable) -> r.Request:
     ends = made.stopping
     watch = None
     if ends.stops:
-        watch = StopWatch(tokenizer, StopStrings(ends.stops), ends.skip_special)
+        watch = StopWatch(tokenizer, StopStrings(ends.stops), ends.skip_special, ends.shown)
     stopping = r.Stopping(
         ends.max_tokens, ends.min_tokens, ends.eos, ends.token_ids, ends.ignore_eos, watch
     )

@@ -79,14 +79,15 @@ class TextStream:
     """Text of one choice, as its tokens come.
 
     stops: stop strings, or compiled ones to share between choices. skip_special: control tokens
-    give no text. include_stop: the stop string itself is part of the text. min_tokens: a stop
-    completed by an earlier token doesn't count. A character whose bytes are spread over tokens
-    appears with its last one; what is cut off at the end becomes U+FFFD in `finish`, streamed or
-    not. `stopped` is the stop string that ended the text; nothing comes after it.
+    give no text, but for those in `shown`. include_stop: the stop string itself is part of the
+    text. min_tokens: a stop completed by an earlier token doesn't count. A character whose bytes
+    are spread over tokens appears with its last one; what is cut off at the end becomes U+FFFD in
+    `finish`, streamed or not. `stopped` is the stop string that ended the text; nothing comes
+    after it.
     """
 
     __slots__ = (
-        "_decode", "_held", "_include_stop", "_min_tokens", "_skip_special", "_state",
+        "_decode", "_held", "_include_stop", "_min_tokens", "_shown", "_skip_special", "_state",
         "_tokenizer", "count", "stopped", "stops",
     )  # fmt: skip
 
@@ -97,6 +98,7 @@ class TextStream:
         skip_special: bool = True,
         include_stop: bool = False,
         min_tokens: int = 0,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         if isinstance(stops, StopStrings):
             self.stops: StopStrings | None = stops
@@ -106,6 +108,7 @@ class TextStream:
         self._skip_special = skip_special
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._shown = shown
         self._decode = _UTF8(errors="replace").decode
         self._state = 0
         self._held = ""
@@ -144,7 +147,7 @@ class TextStream:
         return None
 
     def _text(self, token: int) -> str:
-        if self._skip_special and self._tokenizer.is_special(token):
+        if self._skip_special and self._tokenizer.is_special(token) and token not in self._shown:
             return ""
         return self._decode(self._tokenizer.token_bytes(token))
 
@@ -178,6 +181,7 @@ class StopWatch:
     tokenizer: TokenTable
     stops: StopStrings
     skip_special: bool = True
+    shown: frozenset[int] = frozenset()
 
     def __call__(self) -> TextStream:
-        return TextStream(self.tokenizer, self.stops, self.skip_special)
+        return TextStream(self.tokenizer, self.stops, self.skip_special, shown=self.shown)

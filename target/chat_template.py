@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -70,6 +70,16 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment.from_string(source)
+
+
+@lru_cache(maxsize=32)
+def variables(source: str) -> frozenset[str]:
+    """Names a template takes from outside; none of one that does not compile."""
+    try:
+        compiled = _compile(source)
+        return frozenset(meta.find_undeclared_variables(compiled.environment.parse(source)))
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
