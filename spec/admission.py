@@ -1,19 +1,16 @@
 """What the engine accepts: every field of a request checked against the model and the limits.
 
-Refusals name the field and happen before anything is queued. Knows no cache and no device.
+Refusals name the field and happen before anything is queued. Knows no cache and no device, and
+imports no torch: a server whose engine is another process checks requests with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spec_serve.spec.request import Request, RequestError
-from spec_serve.spec.row import Row
-from spec_serve.spec.sampling import RowSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,37 +133,3 @@ def check_request(request: Request, info: EngineInfo, limits: Limits) -> None:
             raise RequestError("speculation.sources", f"{name!r} is not one of: {known}")
     _ids("speculation.prediction", speculation.prediction, vocab)
     _whole("priority", request.priority, -(2**31), 2**31 - 1)
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`: the request's own for the first, a hash of both for the others.
-
-    Always in -2^63 .. 2^63-1, so that it fits an int64."""
-    if index:
-        digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little")
-    return seed - (1 << 64) if seed >= 1 << 63 else seed
-
-
-def make_rows(request: Request, info: EngineInfo, now: float, order: int) -> list[Row]:
-    """One waiting row per choice; later choices wait until the first has filled the cache."""
-    sampling, stopping = request.sampling, request.stopping
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    most = capacity(info) - len(request.prompt)
-    limit = most if stopping.max_tokens is None else min(most, stopping.max_tokens)
-    rows: list[Row] = []
-    # A model may name an end that its head has no row for; it can't be chosen anyway.
-    ends = frozenset(i for i in stopping.token_ids | stopping.eos if 0 <= i < info.vocab_size)
-    for index in range(request.n):
-        state = RowSampling(
-            sampling,
-            choice_seed(seed, index),
-            info.vocab_size,
-            request.prompt,
-            stopping.min_tokens,
-            ends,
-        )
-        row = Row(request, index, state, limit, now, order + index)
-        row.leader = rows[0] if rows else None
-        rows.append(row)
-    return rows

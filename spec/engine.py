@@ -17,7 +17,7 @@ from time import monotonic, perf_counter
 
 from spec_serve.cache.store import KVStore
 from spec_serve.spec import report
-from spec_serve.spec.admission import EngineInfo, Limits, check_request, make_rows
+from spec_serve.spec.admission import EngineInfo, Limits, check_request
 from spec_serve.spec.build import Builder
 from spec_serve.spec.completion import Completion, collect
 from spec_serve.spec.request import (
@@ -30,7 +30,7 @@ from spec_serve.spec.request import (
     RequestError,
     Started,
 )
-from spec_serve.spec.row import Row
+from spec_serve.spec.row import Row, make_rows
 from spec_serve.spec.scheduler import Scheduler
 from spec_serve.spec.stats import EngineStats
 from spec_serve.spec.step import Device, Job, Result, Scored

@@ -1,6 +1,7 @@
-"""The engine's thread beside the loop: order, one hop per step, death, and who is told what.
+"""Both links between loop and engine: order, one hop per step, death, and who is told what.
 
-A fake engine publishes what a test hands it; nothing here loads a model.
+A fake engine publishes what a test hands it, in a thread beside the loop or behind a socketpair as
+in a process of its own; nothing here loads a model.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import queue
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from spec_serve.api.link import SWITCH_INTERVAL, ThreadLink
-from spec_serve.spec.admission import EngineInfo
+from spec_serve.api.link import SWITCH_INTERVAL, EngineLink, ThreadLink
+from spec_serve.api.process_link import link_to
+from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.request import (
     Event,
     Finished,
@@ -27,6 +30,9 @@ from spec_serve.spec.request import (
     Usage,
 )
 from spec_serve.spec.stats import EngineStats
+from tests.api.hosted import KINDS, hosted
+
+both = pytest.mark.parametrize("kind", KINDS)
 
 INFO = EngineInfo("tiny", "none", 10, 64, 64, 4, "float32", "cpu", 0, ())
 
@@ -35,6 +41,7 @@ class Handed:
     """Publishes the lists of events put into `steps`; None ends it, an exception is raised."""
 
     info = INFO
+    limits = Limits(max_waiting=8)
 
     def __init__(self) -> None:
         self.steps: queue.Queue[list[Event] | Exception | None] = queue.Queue()
@@ -71,6 +78,11 @@ class Handed:
     def idle(self) -> bool:
         return True
 
+    def flush(self) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(5)
+        return done
+
     def stats(self) -> EngineStats:
         return EngineStats(steps=7)
 
@@ -90,12 +102,20 @@ async def until(true: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-def in_loop(test: Callable[[Handed, ThreadLink], Awaitable[None]]) -> Handed:
+async def settled(engine: Handed, ids: list[str]) -> None:
+    """Wait until the engine has heard of these requests."""
+    await until(lambda: engine.submitted == ids)
+
+
+def in_loop(test: Callable[[Handed, EngineLink], Awaitable[None]], kind: str) -> Handed:
     """Run a test with a started link, and stop it afterwards."""
     engine = Handed()
 
+    def died() -> None:
+        raise AssertionError("the engine died")
+
     async def whole() -> None:
-        link = ThreadLink(engine)
+        link = link_to(hosted(engine) if kind == "process" else engine, died)
         link.start()
         try:
             await test(engine, link)
@@ -107,8 +127,9 @@ def in_loop(test: Callable[[Handed, ThreadLink], Awaitable[None]]) -> Handed:
     return engine
 
 
-def test_events_reach_their_sinks_in_order_in_the_loops_thread() -> None:
-    async def test(engine: Handed, link: ThreadLink) -> None:
+@both
+def test_events_reach_their_sinks_in_order_in_the_loops_thread(kind: str) -> None:
+    async def test(engine: Handed, link: EngineLink) -> None:
         seen: list[tuple[str, type, int]] = []
 
         def sink(event: Event) -> None:
@@ -117,7 +138,8 @@ def test_events_reach_their_sinks_in_order_in_the_loops_thread() -> None:
         one, two = (Request(id, [1], sink=sink) for id in ("one", "two"))
         for request in (one, two):
             link.submit(request)
-        assert engine.submitted == ["one", "two"] and not link.idle()
+        assert not link.idle()
+        await settled(engine, ["one", "two"])
         engine.steps.put([started(one), started(two)])
         engine.steps.put([finished(two), finished(one)])
         await until(link.idle)
@@ -129,11 +151,11 @@ def test_events_reach_their_sinks_in_order_in_the_loops_thread() -> None:
         assert engine.thread not in (None, here)
         assert link.stats().steps == 7
 
-    in_loop(test)
+    in_loop(test, kind)
 
 
 def test_one_hop_per_step() -> None:
-    async def test(engine: Handed, link: ThreadLink) -> None:
+    async def test(engine: Handed, link: EngineLink) -> None:
         loop = asyncio.get_running_loop()
         hops: list[object] = []
         real = loop.call_soon_threadsafe
@@ -152,31 +174,34 @@ def test_one_hop_per_step() -> None:
         loop.call_soon_threadsafe = real  # type: ignore[method-assign]
         assert len(hops) == 2
 
-    in_loop(test)
+    in_loop(test, "thread")
 
 
-def test_a_request_is_live_until_its_last_choice_ends() -> None:
-    async def test(engine: Handed, link: ThreadLink) -> None:
+@both
+def test_a_request_is_live_until_its_last_choice_ends(kind: str) -> None:
+    async def test(engine: Handed, link: EngineLink) -> None:
         request = Request("r", [1], n=2)
         link.submit(request)
         with pytest.raises(RequestError) as caught:
             link.submit(Request("r", [1]))
         assert caught.value.code == "duplicate_id"
+        await settled(engine, ["r"])
         engine.steps.put([finished(request, 1)])
         other = Request("other", [1])
         link.submit(other)
+        await settled(engine, ["r", "other"])
         engine.steps.put([finished(other)])
-        await until(lambda: len(link._live) == 1)
+        await until(lambda: not link.runs("other"))
         assert not link.idle()
         engine.steps.put([finished(request, 0)])
         await until(link.idle)
         link.submit(Request("r", [1]))  # the id is free again
 
-    in_loop(test)
+    in_loop(test, kind)
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
-    async def test(engine: Handed, link: ThreadLink) -> None:
+    async def test(engine: Handed, link: EngineLink) -> None:
         engine.refuse = RequestError("", "full", "overloaded")
         with pytest.raises(RequestError):
             link.submit(Request("r", [1]))
@@ -184,11 +209,14 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
         engine.refuse = None
         link.submit(Request("r", [1]))
 
-    in_loop(test)
+    in_loop(test, "thread")
 
 
-def test_one_sinks_trouble_is_not_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(engine: Handed, link: ThreadLink) -> None:
+@both
+def test_one_sinks_trouble_is_not_the_others(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(engine: Handed, link: EngineLink) -> None:
         def bad(event: Event) -> None:
             raise RuntimeError("broken")
 
@@ -196,26 +224,29 @@ def test_one_sinks_trouble_is_not_the_others(caplog: pytest.LogCaptureFixture) -
         one, two = Request("one", [1], sink=bad), Request("two", [1], sink=seen.append)
         link.submit(one)
         link.submit(two)
+        await settled(engine, ["one", "two"])
         engine.steps.put([started(one), started(two)])
         await until(lambda: seen)
-        assert engine.cancelled == ["one"]
+        await until(lambda: engine.cancelled == ["one"])
 
-    in_loop(test)
+    in_loop(test, kind)
     assert "broken" in caplog.text
 
 
-def test_cancel_and_drain_reach_the_engine() -> None:
-    async def test(engine: Handed, link: ThreadLink) -> None:
+@both
+def test_cancel_and_drain_reach_the_engine(kind: str) -> None:
+    async def test(engine: Handed, link: EngineLink) -> None:
         for name in ("a", "b"):
             link.submit(Request(name, [1]))
+        link.cancel("nobody's")
         link.cancel("a")
-        assert engine.cancelled == ["a"]
+        await until(lambda: "a" in engine.cancelled)
         link.cancel_all()
-        assert engine.cancelled == ["a", "a", "b"]
+        await until(lambda: engine.cancelled[-2:] == ["a", "b"])
         link.drain()
-        assert engine.drained
+        await until(lambda: engine.drained)
 
-    in_loop(test)
+    in_loop(test, kind)
 
 
 def test_the_engines_death_is_told_to_everybody(caplog: pytest.LogCaptureFixture) -> None:
@@ -250,9 +281,9 @@ def test_the_engines_death_is_told_to_everybody(caplog: pytest.LogCaptureFixture
 def test_the_switch_interval_is_short_while_it_runs_and_put_back() -> None:
     before = sys.getswitchinterval()
 
-    async def test(engine: Handed, link: ThreadLink) -> None:
+    async def test(engine: Handed, link: EngineLink) -> None:
         assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
         assert gc.get_freeze_count() > 0
 
-    in_loop(test)
+    in_loop(test, "thread")
     assert sys.getswitchinterval() == before and gc.get_freeze_count() == 0
