@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
+    from spec_serve.api.process_child import EngineProcess
     from spec_serve.spec.engine import Engine
     from spec_serve.target.tokenizer import Tokenizer
 
@@ -127,3 +128,23 @@ def open_engine(settings: Settings) -> tuple[Engine, Tokenizer]:
         torch.set_num_threads(settings["threads"])
     with progress(bool(settings["quiet"])) as told:
         return build_engine(EngineOptions(**fields), told)
+
+
+def open_process(settings: Settings) -> tuple[EngineProcess, Tokenizer]:
+    """The same in a process of its own; here only the tokenizer is read.
+
+    Raises ValueError or OSError, with the words `open_engine` has."""
+    from spec_serve.api.process_child import launch
+    from spec_serve.api.process_messages import Load
+    from spec_serve.target.hub import resolve
+    from spec_serve.target.tokenizer import load_tokenizer
+
+    quiet = bool(settings["quiet"])
+    asked = Load(settings.engine_fields(), settings["threads"], settings["log-format"], quiet)
+    with progress(quiet) as told:
+        engine = launch(asked, told)
+    try:
+        return engine, load_tokenizer(resolve(settings["target"], progress=False))
+    except BaseException:
+        engine.close()
+        raise

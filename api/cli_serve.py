@@ -7,11 +7,12 @@ wrong is said before anything large is read. The server itself is server.py's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spec_serve.api import logs, tls
 from spec_serve.api.auth import configured
 from spec_serve.api.cli import command_list
-from spec_serve.api.cli_engine import open_engine
+from spec_serve.api.cli_engine import open_engine, open_process
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings
 from spec_serve.api.cli_notify import notify
 from spec_serve.api.engine_thread import EngineThread
@@ -19,6 +20,10 @@ from spec_serve.api.ports import taken
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.settings import SettingError
 from spec_serve.api.version import __version__
+
+if TYPE_CHECKING:
+    from spec_serve.api.process_child import EngineProcess
+    from spec_serve.spec.engine import Engine
 
 
 def parser() -> Parser:
@@ -43,8 +48,13 @@ def main(argv: Sequence[str]) -> int:
         if refusal := unfit(serve):
             return fail(refusal)
         logs.set_up(settings["log-format"], settings["quiet"])
-        thread = EngineThread()
-        engine, tokenizer = thread.begin(lambda: open_engine(settings)).result()
+        engine: Engine | EngineProcess
+        thread = None
+        if serve.engine_process:
+            engine, tokenizer = open_process(settings)
+        else:
+            thread = EngineThread()
+            engine, tokenizer = thread.begin(lambda: open_engine(settings)).result()
     except SettingError as error:
         return fail(error)
     except (ValueError, OSError) as error:
