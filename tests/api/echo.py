@@ -39,7 +39,8 @@ class ByteTokens:
     vocab_size = VOCAB
     bos_id = None
     eos_ids = frozenset({EOS})
-    chat_template: str | None = "{{ messages }}"
+    # Tools are taken and left out; calls are written as Hermes's family does.
+    chat_template: str | None = "{{ messages }}{# tools: <tool_call> #}"
 
     def encode(self, text: str, *, special: bool = False, bos: bool | None = None) -> list[int]:
         return list(text.encode())
