@@ -83,12 +83,16 @@ Handler = Callable[["Call"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """access: who may call; "open" needs no key. A path ending in "*" matches all below it."""
+    """access: who may call; "open" needs no key. A path ending in "*" matches all below it.
+
+    error: how failures are told here, if not in OpenAI's shape.
+    """
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
     handle: Handler
     access: Access = "key"
+    error: Callable[[HttpError], HttpError] | None = None
 
 
 class Call:
@@ -101,6 +105,7 @@ class Call:
         self.id = ""  # of the request, in the answer's head and in the log
         self.principal: Principal = LOCAL
         self.started = False  # whether the head of the answer is out
+        self.route: Route | None = None
         self.extra: list[tuple[bytes, bytes]] = []  # headers of whatever is answered, such as CORS
         self.gone = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -192,6 +197,8 @@ class Call:
 
     async def fail(self, error: HttpError) -> None:
         """Answer with an error; only before anything was sent."""
+        if self.route is not None and self.route.error is not None:
+            error = self.route.error(error)
         await self.say(error.body(), error.status, error.headers)
 
     async def stream(self, kind: str = SSE_TYPE, headers: Headers = ()) -> None:

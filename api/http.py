@@ -17,7 +17,8 @@ from spec_serve.api.calls import Call, HttpError, Receive, Route, Scope, Send
 from spec_serve.api.generation import failure
 from spec_serve.api.service import Service
 from spec_serve.api.version import __version__
-from spec_serve.api.websocket import Socket, origin_allowed, stream
+from spec_serve.api.websocket import Socket, stream
+from spec_serve.api.websocket_door import Door, origin_allowed
 from spec_serve.spec.request import RequestError
 
 log = logging.getLogger("spec_serve.http")
@@ -43,7 +44,7 @@ class App:
         self.door = Door(service, STREAM_PATH, allow_origins, keys)
         self.sessions: set[Socket] = self.door.sockets
         self.calls = 0
-        self._service, self._keys = service, keys
+        self._service, self._allow_origins, self._keys = service, allow_origins, keys
         self._exact: dict[str, dict[str, Route]] = {}
         self._below: list[tuple[str, dict[str, Route]]] = []
         self.add(
@@ -91,7 +92,7 @@ class App:
         try:
             if self._preflight(call):
                 return await call.answer(204, b"")
-            route = self._find(call)
+            route = call.route = self._find(call)
             if route.access != "open":
                 self._from_allowed_page(call)
             if route.access == "key":
