@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from spec_serve.api import grpc_convert as convert
 from spec_serve.api import messages as m
+from spec_serve.api.convert import Prepared
 from spec_serve.api.generation import Numbered, Outbox, failure
 from spec_serve.api.grpc_guard import caller
 from spec_serve.api.grpc_reader import Patience
@@ -64,10 +65,12 @@ async def generate(
     request_id: str,
     write: Write,
     rename: Rename = lambda error: error,
+    known: Callable[[Prepared], None] = lambda prepared: None,
 ) -> None:
     """Serve a generation to its end, one `write` per message, in order.
 
-    rename: gives an error's field the name it has in the method's own proto.
+    rename: gives an error's field the name it has in the method's own proto. known: told the
+    request before it begins.
     """
     wake = asyncio.Event()
     outbox = Outbox(wake.set)
@@ -75,6 +78,7 @@ async def generate(
         if len(request_id) > MAX_ID:
             raise RequestError("id", f"is longer than {MAX_ID} characters")
         prepared = await service.prepare(wire, request_id, deadline(context), caller.get())
+        known(prepared)
         generation = service.start(prepared, wire.gen, outbox, lambda gen: wake.set())
     except RequestError as error:
         await abort(context, rename(failure(error, wire=wire)))

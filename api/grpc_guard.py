@@ -156,6 +156,9 @@ def _guarded(
                 raise  # an answer, not a failure
             except _Garbage:
                 pass
+            except NotImplementedError:  # what generated code raises for a method left out
+                told = "this method is not served"
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, told)
             except Exception:
                 log.exception("%s failed", method)
                 error = _FAILED

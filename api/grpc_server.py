@@ -30,7 +30,16 @@ from spec_serve.api.text import TextStream
 from spec_serve.api.version import __version__
 from spec_serve.spec.request import RequestError
 
-NAME = pb.DESCRIPTOR.services_by_name["SpecServe"].full_name
+try:
+    from spec_serve.api import vllm_grpc
+except ImportError:  # its messages are an extra
+    vllm_grpc = None  # type: ignore[assignment]
+
+SERVICES = (
+    pb.DESCRIPTOR.services_by_name["SpecServe"],
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    *([vllm_grpc.SERVICE] if vllm_grpc is not None else ()),
+)
 MAX_MESSAGE = 8 << 20
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -176,7 +185,9 @@ class GrpcServer:
         add = pb_grpc.add_SpecServeServicer_to_server
         add(self.servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        if vllm_grpc is not None:
+            vllm_grpc.register(service, self._calls, self._server)
+        names = [described.full_name for described in SERVICES]
         if settings.reflection:
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -203,7 +214,7 @@ class GrpcServer:
     async def start(self) -> None:
         """Serve, and say so."""
         await self._server.start()
-        for name in ("", NAME):
+        for name in ("", *(described.full_name for described in SERVICES)):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def not_serving(self) -> None:

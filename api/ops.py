@@ -27,7 +27,7 @@ class Operations:
         self._service, self._meter, self._compat = service, meter, compat
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Families(self))
-        self._rate = _Rate()
+        self._rate = Rate()
 
     def routes(self) -> list[Route]:
         """All of them; flushing is for administrators."""
@@ -142,7 +142,7 @@ class _Families(Collector):
         return self._operations.metrics()
 
 
-class _Rate:
+class Rate:
     """How fast a counter has grown lately."""
 
     def __init__(self) -> None:

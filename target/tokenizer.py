@@ -8,6 +8,7 @@ nothing of requests or of streaming text out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +119,27 @@ class Tokenizer:
         else:
             ids = self._encode(self._full, text)
         return self._with_bos(ids, self._add_bos)
+
+    def files(self) -> dict[str, bytes]:
+        """The tokenizer as files that Hugging Face's libraries read: name -> content.
+
+        For whoever makes text and prompts elsewhere; it may take a while for a large vocabulary.
+        """
+        held = self._vocabulary
+        templates: Any = self.chat_template
+        if set(held.templates) - {"default"}:
+            templates = [{"name": name, "template": t} for name, t in held.templates.items()]
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **held.named,
+            "add_bos_token": held.add_bos,
+            "clean_up_tokenization_spaces": False,
+            **({"chat_template": templates} if templates else {}),
+        }
+        return {
+            "tokenizer.json": held.pipeline.to_str().encode(),
+            "tokenizer_config.json": json.dumps(settings, ensure_ascii=False).encode(),
+        }
 
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
