@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A value as tables show it."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
     return "" if value is None else str(value)
@@ -22,7 +23,7 @@ def table(records: Sequence[Mapping[str, object]]) -> None:
     if not records:
         return
     names = list(records[0])
-    rows = [names, *([_cell(record.get(name)) for name in names] for record in records)]
+    rows = [names, *([cell(record.get(name)) for name in names] for record in records)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
     for row in rows:
         line = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
