@@ -56,8 +56,8 @@ class Page:
         for name in sorted(found):
             whole.update(name.encode() + b"\0" + hashlib.sha256(found[name]).digest())
         self.digest = whole.hexdigest()[:16]
-        index = found.pop("index.html").replace(b"{assets}", f"{PREFIX}{self.digest}".encode())
-        self._index, self._files = index, found
+        self._index = found.pop("index.html").replace(b"{digest}", self.digest.encode())
+        self._files = found
         self._tag = f'"{self.digest}"'.encode()
 
     async def index(self, call: Call) -> None:
