@@ -66,6 +66,8 @@ class Outbox:
                 earlier.ids = earlier.ids + message.ids
                 earlier.logprobs = earlier.logprobs + message.logprobs
                 earlier.steps = earlier.steps + message.steps
+                if self._bytes > MAX_BYTES:
+                    self.wake()  # who waits for its reader has to learn that it is too slow
                 return
             self._open[key] = message
         elif type(message) is m.Finished:

@@ -319,14 +319,15 @@ class Codec:
             raise ValueError(f"codec: must be one of {', '.join(SUBPROTOCOLS)}, not {name!r}")
         self.name = name
         self.text = name == JSON
-        self.encode: Callable[[Any], bytes]
+        encoder = msgspec.json.Encoder() if self.text else msgspec.msgpack.Encoder()
+        self.encode: Callable[[Any], bytes] = encoder.encode
+        # (message, buffer, offset): the buffer then ends with the message.
+        self.encode_into: Callable[[Any, bytearray, int], None] = encoder.encode_into
         if self.text:
-            self.encode = msgspec.json.Encoder().encode
             self._client: Any = msgspec.json.Decoder(Client)
             self._server: Any = msgspec.json.Decoder(Server)
             self._named: Any = msgspec.json.Decoder(_Named)
         else:
-            self.encode = msgspec.msgpack.Encoder().encode
             self._client = msgspec.msgpack.Decoder(Client)
             self._server = msgspec.msgpack.Decoder(Server)
             self._named = msgspec.msgpack.Decoder(_Named)

@@ -136,6 +136,7 @@ class Server:
             *openai_chat.routes(self.service),
             *openai_completions.routes(self.service),
             *openai_models.routes(self.service),
+            *anthropic.routes(self.service),
         ]
 
     def addresses(self) -> list[str]:
@@ -285,15 +286,19 @@ class Server:
 def _uvicorn_config(
     app: App, settings: ServeSettings, context: ssl.SSLContext | None
 ) -> uvicorn.Config:
-    implementations = {"websockets": "websockets-sansio", "picows": "websockets-sansio"}
-    if settings.ws_impl not in implementations:
-        known = ", ".join(implementations)
-        raise ValueError(f"ws-impl: must be one of {known}, not {settings.ws_impl!r}")
+    if settings.ws_impl == "picows":
+        from spec_serve.api.picows_bridge import bridge
+
+        implementation: Any = bridge(app.door)
+    elif settings.ws_impl == "websockets":
+        implementation = "websockets-sansio"
+    else:
+        raise ValueError(f"ws-impl: must be picows or websockets, not {settings.ws_impl!r}")
     return uvicorn.Config(
         app,
         loop="none",
         http=BoundedHttp,
-        ws=implementations[settings.ws_impl],
+        ws=implementation,
         ws_max_size=MAX_FRAME,
         ws_ping_interval=20.0,
         ws_ping_timeout=20.0,

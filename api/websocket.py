@@ -1,102 +1,168 @@
 """The WebSocket `/v1/stream`: many generations over one socket, by ids the client chooses.
 
-An ASGI application for one connection. One task reads, one writes; the engine's events go straight
-into the outbox. A slow reader gets merged deltas, then close code 4408; the engine never waits. A
-connection that ends cancels what it started. Knows messages, not what a model does with them.
+`Socket` is what both implementations share: frames become messages for a `Session`, whose answers
+go out; keys that come as the first message, frames nobody understands, closing. `AsgiSocket` runs
+it below any ASGI server, with a task that writes; picows_bridge.py writes at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-import secrets
-import time
-from urllib.parse import urlsplit
 
 from spec_serve.api import messages as m
+from spec_serve.api.auth import Principal
 from spec_serve.api.calls import Receive, Scope, Send
-from spec_serve.api.generation import Generation, Outbox, failure
-from spec_serve.api.service import MAX_GENERATIONS, Service
-from spec_serve.api.version import __version__
+from spec_serve.api.session import MOVED, Session
+from spec_serve.api.websocket_door import Door, Entry, Refusal
 from spec_serve.spec.request import RequestError
 
 log = logging.getLogger("spec_serve.websocket")
 
-WRONG_FRAME, BAD_MESSAGE, SLOW, RESTART = 1003, 4400, 4408, 1012
-MAX_UNREAD = 64  # answers waiting for a client that goes on talking
+OK, AWAY, UNNAMED = 1000, 1001, 1005
+PROTOCOL, WRONG_FRAME, BAD_TEXT, POLICY, TOO_BIG, INTERNAL = 1002, 1003, 1007, 1008, 1009, 1011
+RESTART = 1012
+UNAUTHORIZED, BAD_MESSAGE, SLOW = 3000, 4400, 4408
 MAX_BAD = 100  # messages nobody understands, before the socket is closed
-
-
-def origin_allowed(origin: str | None, host: str, allowed: tuple[str, ...]) -> bool:
-    """Whether a page from `origin` may connect; programs send no origin and may.
-
-    Without this any web page could drive a server on its reader's machine. A page of the server's
-    own counts only under an address or "localhost": behind another name may stand a foreign page
-    whose name was made to point here (DNS rebinding); such names belong into `allowed`.
-    """
-    if origin is None or "*" in allowed or origin in allowed:
-        return True
-    if not host or urlsplit(origin).netloc.lower() != host.lower():
-        return False
-    name = urlsplit(f"//{host}").hostname or ""
-    if name == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of this (lower-case) name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value.decode("latin-1"))
-    return None
+AUTH_S = 5.0  # for a key that comes as the first message
 
 
 class Socket:
-    """One connection. `sessions` is the server's set of open ones, for draining."""
+    """One connection, whoever carries its frames."""
 
-    def __init__(self, service: Service, codec: m.Codec, send: Send) -> None:
-        self._service, self._codec, self._send = service, codec, send
-        self._wake = asyncio.Event()
-        self._outbox = Outbox(self._wake.set)
-        self._control: list[m.Server] = []
-        self._running: dict[str, Generation | None] = {}  # None: still being prepared
-        self._starting: set[asyncio.Task[None]] = set()
-        self._flushed = asyncio.Event()
-        self._close: int | None = None
+    def __init__(self, door: Door, entry: Entry) -> None:
+        self.codec = m.Codec(entry.codec)
+        self.session: Session | None = None
+        self.closing: int | None = None  # the code of the close frame that is to be sent
+        self._door, self._entry = door, entry
+        self._early: list[m.Server] = []  # said before there is a session
+        self._late: asyncio.TimerHandle | None = None
         self._bad = 0
+
+    # -- what an implementation brings
+
+    def wake(self) -> None:
+        """There is something to send, or `closing` was set."""
+        raise NotImplementedError
+
+    # -- what it calls
+
+    def open(self) -> None:
+        """The handshake is done."""
+        self._door.sockets.add(self)
+        if self._entry.principal is not None:
+            self._begin(self._entry.principal)
+        else:
+            self._late = asyncio.get_running_loop().call_later(AUTH_S, self._unauthorized, None)
+
+    def lost(self, code: int | None) -> None:
+        """The connection is gone. code: of the client's close frame, None if there was none."""
+        self._door.sockets.discard(self)
+        self._in_time()
+        if self.session is not None:
+            dropped = code not in (OK, AWAY, UNNAMED) and self.closing in (None, MOVED)
+            self.session.drop(resumable=dropped)
+
+    def frame(self, payload: bytes | str) -> None:
+        """A whole message has come, of the kind of frame that the codec has."""
+        if self.closing is not None:
+            return
+        try:
+            message = self.codec.client_message(payload)
+        except m.BadMessage as error:
+            self._refuse(payload, error)
+            return
+        if self.session is None:
+            self._authenticate(message)
+        else:
+            self.session.receive(message)
+
+    def take(self) -> list[m.Server]:
+        """What is to be sent now, in order."""
+        if self._early:
+            early, self._early = self._early, []
+            return early
+        return [] if self.session is None else self.session.take()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._early) or (self.session is not None and self.session.waiting)
+
+    # -- what the server calls
 
     @property
     def busy(self) -> bool:
         """Whether something runs or waits to be sent."""
-        return bool(self._running or self._control or len(self._outbox))
+        return bool(self._early) or (self.session is not None and self.session.busy)
 
     def say(self, message: m.Server) -> None:
         """Send a message that belongs to no generation."""
-        self._control.append(message)
-        self._wake.set()
-
-    def close(self, code: int) -> None:
-        """Close once what waits has been sent; at once for a reader that is too slow."""
-        self._close = code
-        self._wake.set()
+        if self.session is not None:
+            self.session.say(message)
 
     def cancel_all(self) -> None:
         """End every generation of this socket."""
-        for gen in list(self._running):
-            self._cancel(gen)
+        if self.session is not None:
+            self.session.cancel_all()
+
+    def close(self, code: int) -> None:
+        """Close once what waits has been sent."""
+        if self.closing is None:
+            self.closing = code
+            self.wake()
+
+    # --
+
+    def _begin(self, principal: Principal) -> None:
+        self.session = Session(self._door.service, principal, self.wake, self.close)
+        self.session.greet()
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _authenticate(self, message: m.Client) -> None:
+        self._in_time()
+        if not isinstance(message, m.Auth):
+            return self._unauthorized("the first message has to be `auth` with an API key")
+        try:
+            principal = self._door.keys.check(message.api_key)
+        except RequestError as error:
+            return self._unauthorized(str(error))
+        self._begin(principal)
+
+    def _unauthorized(self, told: str | None) -> None:
+        self._early.append(m.Error("unauthorized", told or "no API key came in time"))
+        self.close(UNAUTHORIZED)
+
+    def _refuse(self, payload: bytes | str, error: m.BadMessage) -> None:
+        if self.session is None:
+            return self._unauthorized("the first message has to be `auth` with an API key")
+        self._bad += 1
+        self.session.refuse(error, self.codec.peek_gen(payload))
+        if self._bad >= MAX_BAD:
+            self.close(BAD_MESSAGE)
+
+
+class AsgiSocket(Socket):
+    """A socket below an ASGI server: one task reads, one writes."""
+
+    def __init__(self, door: Door, entry: Entry, send: Send) -> None:
+        super().__init__(door, entry)
+        self._send = send
+        self._awake = asyncio.Event()
+        self._flushed = asyncio.Event()
+        self._code: int | None = None  # of the client's close frame
+
+    def wake(self) -> None:
+        self._awake.set()
 
     async def serve(self, receive: Receive) -> None:
         """Until either side closes."""
-        self.say(
-            m.Hello(secrets.token_hex(8), __version__, MAX_GENERATIONS, list(self._service.models))
-        )
+        self.open()
         tasks = [
             asyncio.create_task(work)
             for work in (self._write(), self._read(receive), self._watch())
@@ -107,9 +173,7 @@ class Socket:
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
-            for task in self._starting:
-                task.cancel()
-            self.cancel_all()
+            self.lost(self._code)
             for error in ended:
                 # A peer that is gone shows as an OSError of one kind or another.
                 if isinstance(error, Exception) and not isinstance(error, (OSError, EOFError)):
@@ -117,150 +181,64 @@ class Socket:
 
     async def _read(self, receive: Receive) -> None:
         while True:
-            while len(self._control) > MAX_UNREAD:  # who does not read is not read from
+            while self.session is not None and self.session.full:
                 self._flushed.clear()
                 await self._flushed.wait()
             event = await receive()
             if event["type"] == "websocket.disconnect":
+                self._code = None if event.get("code") == 1006 else event.get("code")
                 return
-            frame = event.get("text") if self._codec.text else event.get("bytes")
-            if frame is None:
+            payload = event.get("text") if self.codec.text else event.get("bytes")
+            if payload is None:
                 self.close(WRONG_FRAME)
-                return await _forever()  # the writer closes
-            try:
-                message = self._codec.client_message(frame)
-            except m.BadMessage as error:
-                self._refuse(frame, error)
-                continue
-            if isinstance(message, m.Generate):
-                self._generate(message)
-            elif isinstance(message, m.Cancel):
-                self._cancel(message.gen)
-            elif isinstance(message, m.Ping):
-                self.say(m.Pong(message.t, time.time()))
-
-    def _refuse(self, frame: bytes | str, error: m.BadMessage) -> None:
-        self._bad += 1
-        gen = self._codec.peek_gen(frame)
-        if gen in self._running:
-            gen = None  # a second use of the id must not end the first
-        self.say(m.Error("invalid_request", str(error), gen=gen, param=error.field or None))
-        if self._bad >= MAX_BAD:
-            self.close(BAD_MESSAGE)
-
-    def _generate(self, wire: m.Generate) -> None:
-        gen = wire.gen
-        if gen in self._running:
-            told = f"gen: {gen!r} is already running on this socket"
-            self.say(m.Error("duplicate_id", told, param="gen"))
-            return
-        if len(self._running) >= MAX_GENERATIONS:
-            told = f"at most {MAX_GENERATIONS} generations run at once on one socket"
-            self.say(m.Error("overloaded", told, gen=gen, retryable=True))
-            return
-        self._running[gen] = None
-        task = asyncio.create_task(self._begin(wire))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
-
-    async def _begin(self, wire: m.Generate) -> None:
-        gen = wire.gen
-        try:
-            prepared = await self._service.prepare(wire)
-            if gen not in self._running:  # cancelled meanwhile
-                return
-            self._running[gen] = self._service.start(prepared, gen, self._outbox, self._over)
-        except RequestError as error:
-            if self._running.pop(gen, self) is not self:
-                self._outbox.put(failure(error, gen, wire))
-        except Exception:
-            log.exception("a request could not be prepared")
-            self._over(gen)
-            lost = RequestError("", "the request could not be prepared", "engine_error")
-            self._outbox.put(failure(lost, gen, wire))
-
-    def _over(self, gen: str) -> None:
-        self._running.pop(gen, None)
-        self._wake.set()
-
-    def _cancel(self, gen: str) -> None:
-        if gen not in self._running:
-            return
-        generation = self._running[gen]
-        if generation is not None:
-            self._service.link.cancel(generation.id)
-            return
-        del self._running[gen]
-        usage, timings = m.Usage(0, 0), m.Timings(0.0, 0.0, 0.0, 0.0)
-        self._outbox.put(
-            m.Finished(gen=gen, seq=0, reason="cancelled", usage=usage, timings=timings)
-        )
+                await asyncio.Event().wait()  # the writer closes
+            else:
+                self.frame(payload)
 
     async def _write(self) -> None:
-        send, encode, text = self._send, self._codec.encode, self._codec.text
+        send, encode, text = self._send, self.codec.encode, self.codec.text
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._control or len(self._outbox):
-                control, self._control = self._control, []
-                for message in (*control, *self._outbox.take()):
+            await self._awake.wait()
+            self._awake.clear()
+            while self.waiting:
+                for message in self.take():
                     frame = encode(message)
                     if text:
                         await send({"type": "websocket.send", "text": frame.decode()})
                     else:
                         await send({"type": "websocket.send", "bytes": frame})
             self._flushed.set()
-            if self._close is not None:
-                await send({"type": "websocket.close", "code": self._close})
+            if self.closing is not None:
+                await send({"type": "websocket.close", "code": self.closing})
                 return
 
     async def _watch(self) -> None:
         """Give up on a reader that does not keep up, even while a send is stuck."""
-        while not self._outbox.overflowing:
+        while self.session is None or not self.session.overflowing:
             await asyncio.sleep(0.5)
         log.warning("a reader is too slow: its WebSocket is closed")
+        self.closing = SLOW
         self.cancel_all()
         with contextlib.suppress(TimeoutError):
             closing = {"type": "websocket.close", "code": SLOW}
             await asyncio.wait_for(self._send(closing), 1.0)
 
 
-async def _forever() -> None:
-    await asyncio.Event().wait()
-
-
-async def _refuse(send: Send, status: int, said: str, *extra: tuple[bytes, bytes]) -> None:
-    """Answer the handshake with an HTTP error instead of a WebSocket."""
-    body = said.encode()
-    headers = [
-        (b"content-type", b"text/plain; charset=utf-8"),
-        (b"content-length", str(len(body)).encode()),
-        *extra,
-    ]
-    await send({"type": "websocket.http.response.start", "status": status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})
-
-
-async def stream(
-    service: Service, sessions: set[Socket], allow_origins: tuple[str, ...],
-    scope: Scope, receive: Receive, send: Send,
-) -> None:  # fmt: skip
+async def stream(door: Door, scope: Scope, receive: Receive, send: Send) -> None:
     """The ASGI application of one WebSocket."""
     first = await receive()
     assert first["type"] == "websocket.connect", first["type"]
-    offered = scope.get("subprotocols", [])
-    name = next((one for one in offered if one in m.SUBPROTOCOLS), None if offered else m.JSON)
-    allowed = origin_allowed(header(scope, b"origin"), header(scope, b"host") or "", allow_origins)
-    if not allowed:
-        return await _refuse(send, 403, "pages of this origin may not connect")
-    if name is None:
-        return await _refuse(send, 400, f"subprotocols: {', '.join(m.SUBPROTOCOLS)}")
-    if not service.ready:
-        return await _refuse(send, 503, "the server is not taking requests", (b"retry-after", b"5"))
-    await send({"type": "websocket.accept", "subprotocol": name if offered else None})
-    session = Socket(service, m.Codec(name), send)
-    sessions.add(session)
-    try:
-        await session.serve(receive)
-    finally:
-        sessions.discard(session)
+    entry = door.enter(scope["headers"])
+    if isinstance(entry, Refusal):
+        body = entry.said.encode()
+        headers = [
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", str(len(body)).encode()),
+            *entry.headers,
+        ]
+        start = {"type": "websocket.http.response.start", "status": entry.status}
+        await send({**start, "headers": headers})
+        await send({"type": "websocket.http.response.body", "body": body})
+        return
+    await send({"type": "websocket.accept", "subprotocol": entry.subprotocol})
+    await AsgiSocket(door, entry, send).serve(receive)

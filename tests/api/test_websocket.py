@@ -16,6 +16,8 @@ from spec_serve.client import Client, ServerError
 from tests.api.echo import Echo
 from tests.api.serving import CODECS, collect, served, until
 
+pytestmark = pytest.mark.usefixtures("each_websocket")
+
 MIXED = "a\U0001f600\u6f22\u5b57\u00e9\U0001f469\u200d\U0001f467z" * 4
 
 
