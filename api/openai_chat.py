@@ -16,7 +16,7 @@ from spec_serve.api import openai_logprobs as scores
 from spec_serve.api import openai_wire as w
 from spec_serve.api.calls import Call, Route
 from spec_serve.api.generation import Numbered
-from spec_serve.api.openai_convert import Asked, chat, refused
+from spec_serve.api.openai_convert import Asked, chat
 from spec_serve.api.openai_run import Run
 from spec_serve.api.openai_stream import head, matched, reason, send
 from spec_serve.api.openai_usage import Clock, Totals
@@ -31,8 +31,6 @@ def routes(service: Service) -> list[Route]:
 
     async def handle(call: Call) -> None:
         asked = chat(await call.json(w.ChatRequest))
-        if asked.tools == "auto" and "tools" not in (service.tokenizer.chat_template or ""):
-            raise refused("tools", "this model's chat template takes none")
         async with Run(service, call, "chatcmpl", asked.error) as run:
             await run.start(asked.wires)
             answer = _Answer(service, run, asked)

@@ -49,7 +49,6 @@ class Asked:
     token_ids: bool
     timings: bool
     logprobs: bool
-    tools: ToolUse = "none"
     parallel: bool = True
     echoes: list[str | list[int]] | None = None
     nothing: bool = False
@@ -171,7 +170,6 @@ def chat(request: w.ChatRequest) -> Asked:
         [_generate(values, 0, names)],
         names,
         logprobs=bool(request.logprobs),
-        tools=use,
         parallel=request.parallel_tool_calls is not False,
     )
 

@@ -40,7 +40,7 @@ class ByteTokens:
     bos_id = None
     eos_ids = frozenset({EOS})
     # Tools are taken and left out; calls are written as Hermes's family does.
-    chat_template: str | None = "{{ messages }}{# tools: <tool_call> #}"
+    chat_template: str | None = "{{ messages }}{% if tools %}<tool_call>{% endif %}"
 
     def encode(self, text: str, *, special: bool = False, bos: bool | None = None) -> list[int]:
         return list(text.encode())
