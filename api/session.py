@@ -176,7 +176,7 @@ class Session:
 
     async def _begin(self, wire: m.Generate, preparing: Preparing) -> None:
         try:
-            prepared = await self._service.prepare(wire)
+            prepared = await self._service.prepare(wire, principal=self.principal)
             preparing.session._admit(wire, prepared, preparing)
         except RequestError as error:
             preparing.session._failed(wire, error, preparing)

@@ -14,6 +14,8 @@ from spec_serve.api import messages as m
 from spec_serve.api import server as module
 from tests.api.serving import served
 
+pytestmark = pytest.mark.usefixtures("each_websocket")
+
 
 async def status(url: str, protocol: str = m.JSON, **kwargs: Any) -> tuple[int, str, Any]:
     with pytest.raises(websockets.InvalidStatus) as caught:
@@ -60,14 +62,14 @@ def test_a_server_that_drains_says_come_back() -> None:
      ("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("example.org", False)],
 )  # fmt: skip
 def test_what_is_loopback(host: str, own: bool) -> None:
-    assert module._is_loopback(host) == own
+    assert module.is_loopback(host) == own
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_listening_to_everybody_is_warned_of(
     own: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_is_loopback", lambda host: own)
+    monkeypatch.setattr(module, "is_loopback", lambda host: own)
 
     async def go() -> None:
         async with served():
