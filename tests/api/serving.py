@@ -13,7 +13,9 @@ from spec_serve.api.server import Server
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.client import Client
 from tests.api.echo import ByteTokens, Echo
+from tests.api.hosted import hosted
 
+PLACE = "thread"  # or "process": the engine is reached as one in a process of its own is
 CODECS = (m.JSON, m.MSGPACK)
 SETTINGS = ServeSettings(
     port=0, grpc_port=None, model_name="echo", drain_s=5.0, generation_config={}
@@ -25,7 +27,9 @@ async def served(
     engine: Echo | None = None, **changes: Any
 ) -> AsyncIterator[tuple[Server, str]]:
     """The server and the address of its WebSocket. changes: of SETTINGS."""
-    server = Server(engine or Echo(), ByteTokens(), replace(SETTINGS, **changes))
+    made = engine or Echo()
+    behind = hosted(made) if PLACE == "process" else made
+    server = Server(behind, ByteTokens(), replace(SETTINGS, **changes))
     try:
         await server.start()
         yield server, server.addresses()[0]
