@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from spec_serve.api import openai_chat, openai_completions, openai_models, tls
+from spec_serve.api import anthropic, openai_chat, openai_completions, openai_models, tls
 from spec_serve.api.auth import configured
 from spec_serve.api.calls import Route
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
