@@ -10,6 +10,7 @@ import functools
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -39,8 +40,8 @@ class Told(ByteTokens):
 
 
 @asynccontextmanager
-async def serving(engine: Echo | None) -> AsyncIterator[Server]:
-    server = Server(engine or Echo(), Told(), SETTINGS)
+async def serving(engine: Echo | None, **changes: Any) -> AsyncIterator[Server]:
+    server = Server(engine or Echo(), Told(), replace(SETTINGS, **changes))
     try:
         await server.start()
         yield server
@@ -304,6 +305,27 @@ async def test_failures_are_told_in_anthropics_words() -> None:
         assert answer.status_code == 400 and answer.json()["type"] == "error"
         answer = await http.get(PATH)
         assert answer.status_code == 405
+
+
+@looped
+async def test_keys_come_in_x_api_key() -> None:
+    key = "sk-" + "a" * 30
+    async with serving(None, api_keys=(key,)) as server:
+        base = f"http://127.0.0.1:{server.port}"
+        for presented, right in ((key, True), (key + "x", False)):
+            async with anthropic.AsyncAnthropic(
+                api_key=presented, base_url=base, max_retries=0
+            ) as client:
+                ask = client.messages.create(
+                    model="echo", max_tokens=9, messages=[{"role": "user", "content": "x"}]
+                )
+                if right:
+                    assert (await ask).stop_reason == "end_turn"
+                    continue
+                with pytest.raises(anthropic.AuthenticationError) as caught:
+                    await ask
+                told: Any = caught.value.body
+                assert told["error"]["type"] == "authentication_error"
 
 
 @looped
