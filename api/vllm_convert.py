@@ -97,7 +97,7 @@ def _served(request: vllm.GenerateRequest) -> None:
     constraint = asked.WhichOneof("constraint")
     if constraint is not None:
         name = f"{_OWN}{constraint}"
-        raise m.BadMessage(constraint, f"{name}: structured output is not served")
+        raise m.BadMessage(name, f"{name}: structured output is not served")
     if asked.HasField("truncate_prompt_tokens"):
         name = f"{_OWN}truncate_prompt_tokens"
         raise m.BadMessage(name, f"{name}: prompts are not truncated")
