@@ -70,6 +70,11 @@ class App:
                 methods = self._exact.setdefault(route.path, {})
             methods[route.method] = route
 
+    def routes(self) -> list[Route]:
+        """All there are."""
+        tables = [*self._exact.values(), *(methods for _, methods in self._below)]
+        return [route for methods in tables for route in methods.values()]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["type"] == "http":

@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from spec_serve.api import anthropic, openai_chat, openai_completions, openai_models, tls
+from spec_serve.api import anthropic, openai_chat, openai_completions, openai_models, openapi, tls
 from spec_serve.api.auth import configured
 from spec_serve.api.calls import Route
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
@@ -120,6 +120,7 @@ class Server:
         self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.service.shelf.window_s = settings.resume_window_s
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
+        self.app.add(openapi.routes(self.app.routes))
         self.port = settings.port
         self.grpc: GrpcServer | None = None
         self._http: HttpServer | None = None
