@@ -1,8 +1,8 @@
 """Chat templates: Jinja as model makers write it, and user text that can't pass for control tokens.
 
-Templates come with the model and run in Jinja's immutable sandbox with what transformers offers
-them. `Marks` rewrites texts on their way into a template so that after rendering it is known which
-control tokens the template wrote and which are only text of a message. Knows nothing of ids.
+Templates come with the model and run in a bounded sandbox (chat_sandbox.py) with what transformers
+offers them. `Marks` rewrites texts on their way into a template so that after rendering it is known
+which control tokens the template wrote and which are only text of a message. Knows nothing of ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from spec_serve.target import chat_sandbox
 
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE), range(0xE000, 0xF900))
 
@@ -63,13 +64,13 @@ def _tojson(
 
 @lru_cache(maxsize=32)
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = chat_sandbox.Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
-    return environment.from_string(source)
+    return environment.template(source)
 
 
 @lru_cache(maxsize=32)
@@ -85,10 +86,12 @@ def variables(source: str) -> frozenset[str]:
 def render(source: str, variables: dict[str, Any]) -> str:
     """Fill in a template. Raises ChatTemplateError for whatever goes wrong inside it."""
     try:
-        return _compile(source).render(variables)
+        return chat_sandbox.render(_compile(source), variables)
     except jinja2.TemplateError as error:
         raise ChatTemplateError(str(error) or type(error).__name__) from error
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+    except (
+        TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    ) as error:  # fmt: skip
         raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
 
 
