@@ -49,7 +49,10 @@ export class Answer {
   take(message) {
     this.seq = message.seq ?? this.seq;
     this.dirty = true;
-    if (message.type === "started") this.figures.started(message);
+    if (message.type === "started") {
+      this.figures.started(message);
+      this.save();  // from here on another page load can take over
+    }
     else if (message.type === "delta") this.grow(message);
     else if (message.type === "finished") {
       this.figures.finished(message);
@@ -91,7 +94,9 @@ export class Answer {
     if (this.figures.steps) message.sum = this.figures.summary();
     delete message.live;
     if (this.view) { this.view.message = message; this.view.finish(); }
-    this.store.progress(this.chat, message, "changed").catch((trouble) => this.store.ontrouble(trouble));
+    this.store.progress(this.chat, message, "changed").then(
+      () => this.link.ack(this.gen, this.seq), (trouble) => this.store.ontrouble(trouble),
+    );
     this.on.over(this);
   }
 

@@ -177,12 +177,19 @@ function clearFigures() {
 
 function toEnd() { scroller.scrollTop = scroller.scrollHeight; }
 
+// Only the reader's own scrolling up lets go of the end; what grows below does not.
+let lastTop = 0;
 scroller.addEventListener("scroll", () => {
-  pinned = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
-  $("to-end").hidden = pinned;
+  const left = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
+  if (left < 40) pinned = true;
+  else if (scroller.scrollTop < lastTop - 2) pinned = false;
+  lastTop = scroller.scrollTop;
+  $("to-end").hidden = pinned || left < 40;
 }, { passive: true });
 $("to-end").addEventListener("click", () => { pinned = true; toEnd(); });
-new ResizeObserver(() => { if (pinned) toEnd(); }).observe(log);
+const watcher = new ResizeObserver(() => { if (pinned) toEnd(); });
+watcher.observe(log);
+watcher.observe(scroller);
 
 // ---- composer
 

@@ -13,6 +13,8 @@ const TITLE = 60;
 
 class Busy extends Error {}
 
+const titleOf = (text) => text.replace(/[*`~]+|^[#>]+/gm, "").replace(/\s+/g, " ").trim().slice(0, TITLE);
+
 export class Conversation {
   // on: { changed(), step(answer), grown(), trouble(text) }
   constructor({ store, link, log, on }) {
@@ -139,7 +141,7 @@ export class Conversation {
         change: (held) => {
           if (store.writtenElsewhere(held)) throw new Busy();
           held.system = this.system;
-          held.title ||= (user ?? "").trim().replace(/\s+/g, " ").slice(0, TITLE);
+          held.title ||= titleOf(user ?? "");
           held.writer = { tab: store.tab, until: Date.now() + LEASE_MS };
         },
       });
@@ -154,7 +156,7 @@ export class Conversation {
         return false;
       }
       store.ontrouble(error);
-      this.chat ??= { id, title: (user ?? "").slice(0, TITLE), system: this.system, rev: 0, writer: null };
+      this.chat ??= { id, title: titleOf(user ?? ""), system: this.system, rev: 0, writer: null };
     }
     return true;
   }

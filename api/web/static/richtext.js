@@ -158,7 +158,7 @@ export class RichText {
       if (!shown.trim() && !node.parentElement.closest("pre")) continue;
       let begin = -1, current = -1, hot = false;
       const close = (end) => {
-        if (begin >= 0 && end > begin) this.mark(node, begin, end, spans[current][2], hot, ranges);
+        if (begin >= 0 && shown.slice(begin, end).trim()) this.mark(node, begin, end, spans[current][2], hot, ranges);
         begin = -1;
       };
       for (let i = 0; i < shown.length; i += 1) {

@@ -3,7 +3,7 @@
 // Knows the protocol's frames; nothing of conversations or of the page.
 
 const PROTOCOL = "specserve.v1.json", KEY = "specserve.key.";
-const FIRST_MS = 400, LONGEST_MS = 12000, HELLO_MS = 8000, QUIET_MS = 20000, PONG_MS = 8000;
+const FIRST_MS = 400, LONGEST_MS = 12000, HELLO_MS = 8000, QUIET_MS = 20000, PONG_MS = 8000, RELOAD = 4000;
 
 const base64url = (text) =>
   btoa(String.fromCharCode(...new TextEncoder().encode(text))).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
@@ -21,6 +21,8 @@ export class Link {
     this.timer = this.watch = 0;
     this.live = new Map();  // gen -> {request, seq, token, session, sent, take, lost}
     addEventListener("online", () => this.now());
+    // Ended by its own code, or the browser would say "going away" and with it that nobody returns.
+    addEventListener("pagehide", () => { if (this.live.size) this.socket?.close(RELOAD); });
     document.addEventListener("visibilitychange", () => { if (!document.hidden) this.now(); });
   }
 
@@ -41,13 +43,16 @@ export class Link {
   cancel(gen) {
     const entry = this.live.get(gen);
     if (!entry) return;
-    if (this.hello && entry.sent) return this.say({ type: "cancel", gen });
-    this.live.delete(gen);
-    entry.lost("cancelled");
+    if (this.hello && entry.session === this.hello.session) return this.say({ type: "cancel", gen });
+    // Without a connection it is over here at once, and there as soon as the server can be told.
+    const { lost } = entry;
+    if (entry.sent && entry.token) Object.assign(entry, { take() {}, lost() {}, unwanted: true });
+    else this.live.delete(gen);
+    lost("cancelled");
   }
 
   // Messages up to seq are kept here and need not be kept there.
-  ack(gen, seq) { if (this.hello && seq >= 0 && this.live.has(gen)) this.say({ type: "ack", gen, seq }); }
+  ack(gen, seq) { if (this.hello && seq >= 0) this.say({ type: "ack", gen, seq }); }
 
   token(gen) { return this.live.get(gen)?.token ?? ""; }
 
@@ -86,6 +91,14 @@ export class Link {
     socket.onmessage = mine((event) => this.take(JSON.parse(event.data)));
     socket.onclose = mine((event) => this.closed(event.code));
     this.watch = setTimeout(mine(() => this.drop()), HELLO_MS);
+    // A server that wants a key lets the socket wait for it; this page asks its reader right away.
+    if (!key) this.ask().then((trouble) => {
+      if (trouble !== "key" || this.socket !== socket || this.hello) return;
+      clearTimeout(this.watch);
+      this.socket = null;
+      socket.close();
+      this.become("key");
+    });
   }
 
   // Gives a socket up that no longer answers; its close event may take minutes.
@@ -146,7 +159,10 @@ export class Link {
     } else if (message.type === "resumed") {
       for (const gen of message.gens) {
         const entry = this.live.get(gen);
-        if (entry) { this.belongs(entry); entry.asked = false; }
+        if (!entry) continue;
+        this.belongs(entry);
+        entry.asked = false;
+        if (entry.unwanted) this.say({ type: "cancel", gen });
       }
       this.forget(message.gens);
     } else if (message.type === "error" && message.code === "unauthorized" && !message.gen) {

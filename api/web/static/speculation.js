@@ -245,12 +245,17 @@ export function drawTree(step, path, bonus) {
   lay(-1, 0);
   const [lastDepth, lastLine] = place.get(last) ?? [0, 0];
   const columns = Math.max(...[...place.values()].map(([depth]) => depth), bonus ? lastDepth + 1 : 0) + 1;
-  const gapX = 62, gapY = 25, width = columns * gapX + 16, height = (line + 1) * gapY + 14;
-  const x = (depth) => 14 + depth * gapX, y = (row) => 16 + row * gapY;
+  const wide = new Array(columns).fill(0);
+  for (const [node, [depth]] of place) wide[depth] = Math.max(wide[depth], node < 0 ? 0 : visible(step.texts[node] ?? "").length);
+  const starts = [14];
+  wide.forEach((letters, depth) => { starts[depth + 1] = starts[depth] + 30 + 6.6 * letters; });
+  const gapY = 25, width = starts[columns] + 4, height = (line + 1) * gapY + 12;
+  const x = (depth) => starts[depth], y = (row) => 18 + row * gapY;
   const drawing = element("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
     "aria-label": `The latest step guessed ${step.drafted} tokens and accepted ${step.accepted}.` });
-  const edge = ([d1, l1], [d2, l2], kind) => element("path", { class: kind, d:
-    `M${x(d1) + 6} ${y(l1)} C${x(d1) + 26} ${y(l1)} ${x(d2) - 30} ${y(l2)} ${x(d2) - 6} ${y(l2)}` });
+  const edge = ([d1, l1], [d2, l2], kind) => element("path", { class: kind, d: l1 === l2
+    ? `M${x(d1) + 6} ${y(l1)} H${x(d2) - 6}`
+    : `M${x(d1) + 6} ${y(l1) + 2} C${x(d1) + 14} ${y(l2)} ${x(d1) + 10} ${y(l2)} ${x(d1) + 22} ${y(l2)} H${x(d2) - 6}` });
   for (let node = 0; node < count; node += 1) {
     const from = place.get(step.parents[node]), to = place.get(node);
     if (from && to) drawing.append(edge(from, to, taken.has(node) ? "edge taken" : "edge"));
