@@ -177,9 +177,10 @@ class App:
         await call.say({"name": "spec-serve", "version": __version__, **names})
 
     async def _health(self, call: Call) -> None:
-        alive = self._service.link.alive
-        status = "ok" if alive else "engine stopped"
-        await call.say({"status": status}, 200 if alive else 503)
+        link = self._service.link
+        status = "ok" if link.alive else "restarting" if link.restarting else "engine stopped"
+        # A server that starts its engine anew needs no one to start it anew.
+        await call.say({"status": status}, 503 if status == "engine stopped" else 200)
 
     async def _ready(self, call: Call) -> None:
         service = self._service

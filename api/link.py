@@ -75,6 +75,11 @@ class EngineLink(Protocol):
         """Whether requests can be served now; an engine that is being restarted is not alive."""
         ...
 
+    @property
+    def restarting(self) -> bool:
+        """Whether the engine ended by itself and another one is on its way."""
+        ...
+
     def start(self) -> None:
         """Begin to step; called in the loop that events shall come to."""
         ...
@@ -212,6 +217,11 @@ class ThreadLink:
     @property
     def alive(self) -> bool:
         return self._loop is not None and not self._dead
+
+    @property
+    def restarting(self) -> bool:
+        """Never: this engine ends with the server."""
+        return False
 
     def start(self) -> None:
         """See EngineLink."""

@@ -66,7 +66,7 @@ class ProcessLink:
 
     @property
     def restarting(self) -> bool:
-        """Whether another process is on its way after one ended."""
+        """See EngineLink."""
         over = self._ready or self._dead or self._stopping.is_set()
         return bool(self._deaths) and not over
 

@@ -59,10 +59,10 @@ def gone(process: int) -> bool:
         return True
 
 
-def ready(server: Server) -> int:
-    """The status of /ready."""
+def ready(server: Server, path: str = "/ready") -> int:
+    """The status of a path."""
     try:
-        with urllib.request.urlopen(server.health.replace("/health", "/ready"), timeout=5) as got:
+        with urllib.request.urlopen(server.health.replace("/health", path), timeout=5) as got:
             return int(got.status)
     except urllib.error.HTTPError as error:
         with error:
@@ -128,7 +128,7 @@ def test_a_killed_engine_costs_its_requests_and_no_socket(server: Server) -> Non
             assert isinstance(error, m.Error) and error.gen == gen
             assert (error.code, error.retryable) == ("engine_error", True)
             assert "restarting" in error.message and error.retry_after_ms > 0
-        assert ready(server) == 503
+        assert ready(server) == 503 and ready(server, "/health") == 200
         generate("c")
         error = told()
         assert isinstance(error, m.Error) and error.gen == "c" and error.retryable

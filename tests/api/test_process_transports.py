@@ -14,6 +14,10 @@ from tests.api import serving, test_openai, test_websocket, test_websocket_limit
 LEFT_OUT = {
     "test_an_engine_that_dies_is_told": "another engine is started, see test_process_link.py",
     "test_an_engine_that_dies_ends_a_stream_with_an_error": "the same",
+    "test_who_does_not_read_is_not_read_from_and_cannot_keep_the_server": "slow, about sockets",
+    "test_a_slow_reader_is_cut_off_and_disturbs_nobody": "the same",
+    "test_who_does_not_read_is_cut_off": "the same",
+    "test_what_can_not_be_served_is_refused_by_name": "slow, and nothing reaches the engine",
 }
 
 
