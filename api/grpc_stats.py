@@ -28,10 +28,11 @@ def sample(before: EngineStats, now: EngineStats, seconds: float) -> pb.StatsSam
 
     def share(part: str, whole: str) -> float:
         of = getattr(now, whole) - getattr(before, whole)
-        return (getattr(now, part) - getattr(before, part)) / of if of > 0 else 0.0
+        return max(getattr(now, part) - getattr(before, part), 0) / of if of > 0 else 0.0
 
     def rate(name: str) -> float:
-        return (getattr(now, name) - getattr(before, name)) / seconds if seconds > 0 else 0.0
+        grown = getattr(now, name) - getattr(before, name)  # a restarted engine counts anew
+        return max(grown, 0) / seconds if seconds > 0 else 0.0
 
     return pb.StatsSample(
         stats=server_stats(now),

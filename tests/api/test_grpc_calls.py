@@ -1,0 +1,133 @@
+"""How gRPC calls live and end: silence, deaf readers, samples of the counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from spec_serve.api import grpc_convert as convert
+from spec_serve.api import messages as m
+from spec_serve.api.grpc_stats import sample
+from spec_serve.api.proto import specserve_pb2 as pb
+from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+from spec_serve.spec.stats import EngineStats
+from tests.api.processes import echo_server
+
+
+def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, f"did not come true in {within_s} s"
+        time.sleep(0.02)
+
+
+def running(stub: Any) -> int:
+    stats = stub.GetServerInfo(pb.GetServerInfoRequest()).stats
+    return int(stats.running + stats.waiting)
+
+
+@pytest.mark.slow
+def test_pings_through_a_silent_prefill_are_no_strikes() -> None:
+    """A client that pings every second while nothing comes for six is not told to go away."""
+    options = [
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", 3000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+    with (
+        echo_server({"run": 1, "pause": 6.0}) as server,
+        grpc.insecure_channel(server.grpc, options) as channel,
+    ):
+        stub: Any = pb_grpc.SpecServeStub(channel)
+        events = list(stub.Generate(pb.GenerateRequest(prompt="a"), timeout=20))
+    assert events[-1].finished.last
+    assert "".join(event.delta.text for event in events) == "a"
+
+
+def test_who_does_not_read_is_given_up_on_and_disturbs_nobody() -> None:
+    """The engine is freed while a write is stuck; whoever shares the connection goes on."""
+    wide = {"run": 40, "pause": 0.001, "context": 200_000}
+    with echo_server(wide) as server, grpc.insecure_channel(server.grpc) as channel:
+        stub: Any = pb_grpc.SpecServeStub(channel)
+        deaf = pb.GenerateRequest(
+            prompt="a" * 64,
+            stop=pb.Stop(ignore_eos=True),
+            output=pb.Output(token_ids=True, logprobs=20, spec_detail=pb.SPEC_DETAIL_TOKENS),
+        )
+        call = stub.Generate(deaf, timeout=60)
+        until(lambda: running(stub) == 1)
+        until(lambda: running(stub) == 0, 20.0)
+        text = "still served " * 20
+        events = list(stub.Generate(pb.GenerateRequest(prompt=text), timeout=20))
+        assert "".join(event.delta.text for event in events) == text
+        seqs = []
+        with pytest.raises(grpc.RpcError) as caught:
+            for event in call:
+                seqs.append(event.seq)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert seqs == list(range(len(seqs))) and seqs
+
+
+def test_samples_come_at_once_and_then_at_intervals() -> None:
+    quick = echo_server({"run": 4, "pause": 0.002})
+    with quick as server, grpc.insecure_channel(server.grpc) as channel:
+        stub: Any = pb_grpc.SpecServeStub(channel)
+        watch = stub.WatchStats(pb.WatchStatsRequest(interval_ms=100), timeout=20)
+        first = next(watch)
+        assert first.stats.requests == 0 and not first.draining
+        list(stub.Generate(pb.GenerateRequest(prompt="abc" * 30), timeout=10))
+        seen = [next(watch) for _ in range(3)]
+        tokens = sum(one.tokens_per_s * one.interval_s for one in seen)
+        assert round(tokens) == 91 == seen[-1].stats.tokens_out
+        assert all(0.09 < one.interval_s < 5 for one in seen)
+        for interval in (99, 60_001, 2**32 - 1):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(stub.WatchStats(pb.WatchStatsRequest(interval_ms=interval)))
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith("interval_ms")
+
+
+def test_rates() -> None:
+    before = EngineStats(steps=10, tokens_out=100, drafted=40, accepted=10, prompt_tokens=5)
+    now = EngineStats(
+        steps=20, tokens_out=160, drafted=60, accepted=25, prompt_tokens=25, prefix_hit_tokens=5
+    )
+    made = sample(before, now, 2.0)
+    assert (made.steps_per_s, made.tokens_per_s, made.tokens_per_step) == (5.0, 30.0, 6.0)
+    assert (made.acceptance_rate, made.prefix_hit_rate) == (0.75, 0.25)
+    assert made.stats.tokens_out == 160
+    same = sample(now, now, 0.0)
+    assert not (same.tokens_per_s or same.tokens_per_step or same.acceptance_rate)
+    restarted = sample(now, before, 2.0)
+    assert restarted.tokens_per_s == 0 and restarted.steps_per_s == 0
+
+
+def step(number: int, sources: dict[str, tuple[int, int]], **more: Any) -> m.Step:
+    return m.Step(number, 4, 3, sources, 5, 6, 7, **more)
+
+
+def test_a_reused_message_says_the_same_as_a_new_one() -> None:
+    """Whatever was said before: nothing of it is left."""
+    event = pb.GenerateEvent()
+    reused = convert.Reused(event)
+    usual = [
+        m.Delta("g", 3, 2, "text", [1, 2, 3], [], [step(1, {"lookup": (4, 3), "shared": (1, 0)})]),
+        m.Delta("g", 0, 0, "", [], [], [step(0, {})]),
+        m.Delta("g", 9, 0, "\u6f22", [7], [], [m.Step(5, 0, 0, {"a": (0, 0)})]),
+        m.Delta("g", 10, 1, "x", [], [], [step(6, {"b": (2, 1), "c": (3, 3), "d": (0, 0)})]),
+    ]
+    for message in (*usual, *reversed(usual)):
+        assert reused.fill(message)
+        assert event.SerializeToString() == convert.event(message).SerializeToString()
+    unusual = [
+        m.Delta("g", 0, 0, "a", [1], [m.Logprob(1, -0.5, "a")], [step(1, {})]),
+        m.Delta("g", 0, 0, "a", [1], [], []),
+        m.Delta("g", 0, 0, "a", [1], [], [step(1, {}), step(2, {})]),
+        m.Delta("g", 0, 0, "a", [1], [], [step(1, {}, drafted_ids=[4])]),
+    ]
+    assert not any(map(reused.fill, unusual))
