@@ -28,7 +28,7 @@ class Running:
     def __init__(self, process: subprocess.Popen[str], addresses: list[str]) -> None:
         self.process = process
         self.ws, self.health = addresses[0], addresses[-1]
-        self.grpc = next((a.removeprefix("grpc://") for a in addresses if "grpc:" in a), "")
+        self.grpc = next((a.partition("://")[2] for a in addresses if a.startswith("grpc")), "")
 
     def ended(self, within_s: float = 15.0) -> tuple[int, str]:
         """Its exit code and what it wrote to standard error."""
