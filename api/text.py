@@ -9,12 +9,13 @@ them. Knows nothing of requests, sockets or chat templates.
 from __future__ import annotations
 
 import codecs
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
+_decode = codecs.utf_8_decode
 
 
 class TokenTable(Protocol):
@@ -75,6 +76,39 @@ class StopStrings:
         return found
 
 
+class Pieces(dict[int, bytes]):
+    """Bytes that each token shows, filled as tokens are met. Control tokens show nothing if told.
+
+    shown: control tokens that show nevertheless.
+    """
+
+    def __init__(self, tokenizer: TokenTable, skip_special: bool, shown: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer = weakref.ref(tokenizer)
+        self._skip_special, self._shown = skip_special, shown
+
+    def __missing__(self, token: int) -> bytes:
+        table = self._tokenizer()
+        assert table is not None, "who has the pieces has the tokenizer"
+        hidden = self._skip_special and table.is_special(token) and token not in self._shown
+        made = self[token] = b"" if hidden else table.token_bytes(token)
+        return made
+
+
+_pieces: weakref.WeakKeyDictionary[TokenTable, dict[tuple[bool, frozenset[int]], Pieces]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def pieces(tokenizer: TokenTable, skip_special: bool, shown: frozenset[int]) -> Pieces:
+    """The pieces of a tokenizer, shared by all streams."""
+    made = _pieces.setdefault(tokenizer, {})
+    key = skip_special, shown
+    if key not in made:
+        made[key] = Pieces(tokenizer, skip_special, shown)
+    return made[key]
+
+
 class TextStream:
     """Text of one choice, as its tokens come.
 
@@ -87,8 +121,8 @@ class TextStream:
     """
 
     __slots__ = (
-        "_decode", "_held", "_include_stop", "_min_tokens", "_shown", "_skip_special", "_state",
-        "_tokenizer", "count", "stopped", "stops",
+        "_cut", "_held", "_include_stop", "_min_tokens", "_pieces", "_state", "_tokenizer", "count",
+        "stopped", "stops",
     )  # fmt: skip
 
     def __init__(
@@ -105,11 +139,10 @@ class TextStream:
         else:
             self.stops = StopStrings(stops) if stops else None
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._pieces = pieces(tokenizer, skip_special, shown)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._shown = shown
-        self._decode = _UTF8(errors="replace").decode
+        self._cut = b""  # the beginning of a character
         self._state = 0
         self._held = ""
         self.count = 0
@@ -119,6 +152,10 @@ class TextStream:
         """Append tokens; the text that can be shown now: none of it can begin a stop string."""
         if self.stopped is not None:
             return ""
+        if self.stops is None:
+            self.count += len(tokens)
+            table = self._pieces
+            return self._characters(b"".join([table[token] for token in tokens]))
         parts: list[str] = []
         for token in tokens:
             self.count += 1
@@ -132,8 +169,8 @@ class TextStream:
         """The rest: text held back, and U+FFFD for a character cut in the middle."""
         if self.stopped is not None:
             return ""
-        rest = self._held + self._decode(b"", True)
-        self._held, self._state = "", 0
+        rest = self._held + _decode(self._cut, "replace", True)[0]
+        self._held, self._cut, self._state = "", b"", 0
         return rest
 
     def feed(self, tokens: Sequence[int], active_from: int) -> tuple[int, str] | None:
@@ -147,9 +184,14 @@ class TextStream:
         return None
 
     def _text(self, token: int) -> str:
-        if self._skip_special and self._tokenizer.is_special(token) and token not in self._shown:
-            return ""
-        return self._decode(self._tokenizer.token_bytes(token))
+        return self._characters(self._pieces[token])
+
+    def _characters(self, data: bytes) -> str:
+        if self._cut:
+            data = self._cut + data
+        text, used = _decode(data, "replace", False)
+        self._cut = data[used:]
+        return text
 
     def _follow(self, text: str, counts: bool) -> str:
         """Run the automaton over new text; returns what is safe. Sets `stopped` at a stop."""
