@@ -40,6 +40,7 @@ class HttpClient:
             lines.append(f"authorization: Bearer {api_key}")
         self._head = "\r\n".join(lines)
         self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Answer:
         """Send a request; the answer once its head is there. Raises OSError.
@@ -64,15 +65,17 @@ class HttpClient:
                 connection.drop()
                 raise
 
-    def close(self) -> None:
-        """Close the connections that rest."""
-        while self._idle:
-            self._idle.pop().drop()
+    async def close(self) -> None:
+        """Close all connections."""
+        self._idle.clear()
+        for connection in list(self._open):
+            connection.drop()
+            await connection.gone.wait()
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(
-            _Connection, self._host, self._port, ssl=self._tls
+            lambda: _Connection(self._open), self._host, self._port, ssl=self._tls
         )
         return made
 
@@ -128,8 +131,10 @@ class Answer:
 class _Connection(asyncio.Protocol):
     """One connection with one answer at a time; also httptools' callbacks."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_ones: set[_Connection]) -> None:
         self.usable = True
+        self.gone = asyncio.Event()
+        self._open_ones = open_ones
         self._answer: Answer | None = None
         self._parser: Any = None
         self._transport: asyncio.Transport | None = None
@@ -144,6 +149,7 @@ class _Connection(asyncio.Protocol):
         if self._lost is not None or self._transport is None:
             raise ConnectionResetError("the connection was closed")
         self._answer, self._headed = answer, False
+        self._forget()  # what came of an answer that nobody read to its end
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request)
         while not self._headed:
@@ -157,11 +163,14 @@ class _Connection(asyncio.Protocol):
                 return b""
             await self._wait()
         made = b"".join(self._pieces)
+        self._forget()
+        return made
+
+    def _forget(self) -> None:
         self._pieces.clear()
         if self._size > HIGH_WATER and self._transport is not None:
             self._transport.resume_reading()
         self._size = 0
-        return made
 
     def drop(self) -> None:
         """Close without a word."""
@@ -186,6 +195,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        self._open_ones.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
@@ -200,6 +210,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.usable = False
+        self.gone.set()
+        self._open_ones.discard(self)
         answer = self._answer
         # Without a length the end of the connection is the end of the body.
         open_ended = answer is not None and self._headed and not answer.complete and not (

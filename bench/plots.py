@@ -30,14 +30,15 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    return [10.0**i for i in range(math.floor(low), math.ceil(high) + 1) if low <= i <= high] or [
-        10**low,
-        10**high,
-    ]
+    factors = (1, 2, 5) if high - low < 2.5 else (1,)
+    whole = range(math.floor(low), math.ceil(high) + 1)
+    made = [10.0**i * factor for i in whole for factor in factors]
+    found = [value for value in made if low <= math.log10(value) <= high]
+    return found if len(found) > 1 else [10**low, 10**high]
 
 
 def _number(value: float) -> str:
-    return f"{value:.6g}" if abs(value) < 1e5 else f"{value:.0e}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 class _Axis:
@@ -105,8 +106,8 @@ def chart(
         colour = f"var(--c{i % COLOURS})"
         said.append(_drawn([at(*point) for point in held], kind, colour))
         if len(series) > 1:
-            edge = WIDTH - RIGHT - 8
-            said.append(f'<text class="tick" x="{edge}" y="{TOP + 14 + 15 * i}" text-anchor="end" '
+            edge = WIDTH - RIGHT - 90 * (len(series) - 1 - i)
+            said.append(f'<text class="tick" x="{edge}" y="16" text-anchor="end" '
                         f'style="fill:{colour}">{escape(name)}</text>')  # fmt: skip
     return "\n".join([*said, "</svg>"])
 

@@ -41,7 +41,7 @@ from spec_serve.client import Tls
 TRANSPORTS = {
     "http": "http", "https": "http", "ws": "ws", "wss": "ws", "grpc": "grpc", "grpcs": "grpc",
 }  # fmt: skip
-KEEPS_UP = 0.85  # goodput / rate, from which on a load counts as one the server can carry
+KEEPS_UP = 0.9  # share of good answers, from which on a load counts as one the server can carry
 MOST_DOUBLINGS = 12
 LATE_MS = 50.0
 
@@ -203,8 +203,8 @@ class Bench:
 
     async def run(self) -> str:
         """All loads; what a sweep found, as a sentence. Raises Unreachable."""
-        await self._asker.open()
         try:
+            await self._asker.open()
             if not self._given.sweep:
                 await self._one(load_of(self._given, self._given.rate))
                 return ""
@@ -221,30 +221,30 @@ class Bench:
         self.parts.append(Part(load_name(made), found, outcomes))
         return found
 
-    async def _at(self, rate: float) -> float:
-        """Goodput at this rate."""
+    async def _at(self, rate: float) -> tuple[float, float]:
+        """Goodput at this rate, and the share of good answers."""
         found = await self._one(load_of(self._given, rate))
-        return float(found["goodput_per_s"])
+        return float(found["goodput_per_s"]), float(found["good_share"])
 
     async def _sweep(self) -> str:
         """Look for the saturating load, then put twice as much on the server."""
-        goodput: dict[float, float] = {}
+        found: list[float] = []
         if self._given.sweep != "auto":
             for rate in (float(rate) for rate in self._given.sweep.split(",")):
-                goodput[rate] = await self._at(rate)
+                found.append((await self._at(rate))[0])
         else:
             rate = self._given.rate or 1.0
             for _ in range(MOST_DOUBLINGS):
-                goodput[rate] = await self._at(rate)
-                if goodput[rate] < KEEPS_UP * rate:
+                goodput, share = await self._at(rate)
+                found.append(goodput)
+                if share < KEEPS_UP:
                     break
                 rate *= 2
-            between = rate / math.sqrt(2)
-            goodput[between] = await self._at(between)
-        saturating = max(goodput.values())
+            found.append((await self._at(rate / math.sqrt(2)))[0])
+        saturating = max(found)
         if not saturating:
             return "no load was carried within the objectives"
-        twice = await self._at(2 * saturating)
+        twice, _ = await self._at(2 * saturating)
         part = self.parts[-1]
         refused = part.figures["refused_ms"]
         said = (
@@ -260,7 +260,8 @@ class Bench:
 def report(bench: Bench, given: argparse.Namespace, found: str) -> None:
     """Print the tables and write the files."""
     hidden = ("api_key", "api_key_file", "json", "html", "quiet")
-    options = {k: v for k, v in vars(given).items() if k not in hidden and v not in ("", 0, [])}
+    held = {k: v for k, v in vars(given).items() if k not in hidden}
+    options = {k: v for k, v in held.items() if v not in ("", 0, [], None)}
     parts = bench.parts
     table([overview(part) for part in parts])
     for part in parts if len(parts) == 1 else ():

@@ -109,6 +109,7 @@ async def asked(
 ) -> Outcome:
     """Ask, whatever happens; errors are noted."""
     outcome.sent = clock()
+    outcome.due = min(outcome.due, outcome.sent)  # timers have whole milliseconds
     try:
         async with asyncio.timeout(wanted.timeout_s):
             await asker.ask(question, outcome, clock, leave)
@@ -347,8 +348,8 @@ class HttpAsker:
             outcome.accepted = found.get("num_accepted_draft_tokens", 0)
 
     async def close(self) -> None:
-        """Close what rests."""
-        self._client.close()
+        """Close all connections."""
+        await self._client.close()
 
 
 def _error(status: int, body: bytes) -> tuple[str, str]:

@@ -7,6 +7,7 @@ as a quick one. Closed loop: so many users, each asking again once answered. Kno
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,14 +44,17 @@ def schedule(load: Load) -> list[float]:
     poisson: independent requests, exponential gaps. bursts: `burst` at once at Poisson times, the
     same mean rate. even: constant gaps.
     """
+    if load.arrival == "even":
+        count = math.ceil(load.rate * load.seconds - 1e-9)
+        return [i / load.rate for i in range(min(count, load.requests or count))]
     chance = random.Random(load.seed)
     together = load.burst if load.arrival == "bursts" else 1
-    mean = together / load.rate
-    at = 0.0 if load.arrival == "even" else chance.expovariate(1.0) * mean
-    times: list[float] = []
-    while at < load.seconds and (not load.requests or len(times) < load.requests):
+    at, times = 0.0, list[float]()
+    while not load.requests or len(times) < load.requests:
+        at += chance.expovariate(load.rate / together)
+        if at >= load.seconds:
+            break
         times += [at] * together
-        at += mean if load.arrival == "even" else chance.expovariate(1.0) * mean
     return times[: load.requests or None]
 
 

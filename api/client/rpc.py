@@ -7,8 +7,11 @@ protobuf beyond making calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
+import queue
+from collections.abc import AsyncGenerator, Generator
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -35,6 +38,13 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
+)
+
+# Whether a server is there is known: refused is not tried again.
+_SETTLED = (
+    grpc.ChannelConnectivity.READY,
+    grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+    grpc.ChannelConnectivity.SHUTDOWN,
 )
 
 
@@ -101,11 +111,16 @@ class GrpcClient(_Caller):
 
     async def __aenter__(self) -> Self:
         self._open(grpc.aio)
+        channel, state = self._channel, None
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), self._connect_s)
+            async with asyncio.timeout(self._connect_s):
+                while (state := channel.get_state(try_to_connect=True)) not in _SETTLED:
+                    await channel.wait_for_state_change(state)
         except TimeoutError:
+            pass
+        if state != grpc.ChannelConnectivity.READY:
             await self.close()
-            raise ConnectionLost(None, f"{self.address}: no gRPC server answers") from None
+            raise ConnectionLost(None, f"{self.address}: no gRPC server answers")
         return self
 
     async def __aexit__(
@@ -128,7 +143,7 @@ class GrpcClient(_Caller):
         token_ids: list[int] | None = None,
         gen: str = "",
         **options: Any,
-    ) -> AsyncIterator[GenerationEvent]:
+    ) -> AsyncGenerator[GenerationEvent, None]:
         """Events of one generation as they come; options: further fields of `Generate`.
 
         gen: also the id of the request, unique in the whole server. Leaving the loop early cancels
@@ -167,11 +182,16 @@ class SyncGrpcClient(_Caller):
 
     def __enter__(self) -> Self:
         self._open(grpc)
-        try:
-            grpc.channel_ready_future(self._channel).result(self._connect_s)
-        except grpc.FutureTimeoutError:
+        states = queue.SimpleQueue[Any]()
+        self._channel.subscribe(states.put, try_to_connect=True)
+        state, end = None, monotonic() + self._connect_s
+        with contextlib.suppress(queue.Empty):
+            while state not in _SETTLED:
+                state = states.get(timeout=max(0.0, end - monotonic()))
+        self._channel.unsubscribe(states.put)
+        if state != grpc.ChannelConnectivity.READY:
             self.close()
-            raise ConnectionLost(None, f"{self.address}: no gRPC server answers") from None
+            raise ConnectionLost(None, f"{self.address}: no gRPC server answers")
         return self
 
     def __exit__(
@@ -194,7 +214,7 @@ class SyncGrpcClient(_Caller):
         token_ids: list[int] | None = None,
         gen: str = "",
         **options: Any,
-    ) -> Iterator[GenerationEvent]:
+    ) -> Generator[GenerationEvent, None, None]:
         """Events of one generation as they come; see `GrpcClient.generate`."""
         name, call = self._call(prompt, messages, token_ids, gen, options)
         try:

@@ -9,7 +9,7 @@ import asyncio
 import queue
 import ssl
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -83,7 +83,7 @@ class SyncClient:
         token_ids: list[int] | None = None,
         gen: str = "",
         **options: Any,
-    ) -> Iterator[GenerationEvent]:
+    ) -> Generator[GenerationEvent, None, None]:
         """Events of one generation as they come; see `Client.generate`.
 
         Leaving the loop early, by an exception too, cancels the generation.
@@ -102,7 +102,7 @@ class SyncClient:
                 found.put(error)
                 raise
             finally:
-                await events.aclose()  # type: ignore[attr-defined]
+                await events.aclose()
 
         reading = self._begin(read())
         try:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import random
 import ssl
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -132,7 +132,7 @@ class Client:
         token_ids: list[int] | None = None,
         gen: str = "",
         **options: Any,
-    ) -> AsyncIterator[GenerationEvent]:
+    ) -> AsyncGenerator[GenerationEvent, None]:
         """Events of one generation as they come; options: further fields of `Generate`.
 
         Leaving the loop early cancels the generation. Raises BadMessage for a request that breaks

@@ -169,7 +169,7 @@ def test_who_left_during_a_drop_cancels_after_it() -> None:
                 await anext(events)
             while client._up:
                 await asyncio.sleep(0)
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
             await until(lambda: any(isinstance(said, m.Cancel) for said in server.heard))
 
     uvloop.run(go())
