@@ -18,10 +18,12 @@ class Node:
 
     lock: leases that end here or below; a node with lock > 0 is pinned. used: when it was last
     walked, by the tree's clock. hits: how often it was walked. version: rises whenever positions
-    in the run move or vanish. queued: the eviction heap holds an entry of it.
+    in the run move or vanish. queued: the eviction heap holds an entry of it. blocks: of whole
+    blocks that end in the run, kept by the tree's BlockLog if it has one.
     """
 
     __slots__ = (
+        "blocks",
         "children",
         "hits",
         "lock",
@@ -49,6 +51,7 @@ class Node:
         self.hits = 0
         self.version = 0
         self.queued = False
+        self.blocks: list[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

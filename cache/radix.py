@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
+from spec_serve.cache.blocks import BlockLog
 from spec_serve.cache.paths import Cursor, Lease, Node, ahead, as_list, gather, spell, walk
 
 __all__ = ["Cursor", "Lease", "Node", "RadixTree"]
@@ -20,13 +21,15 @@ class RadixTree:
     """Token paths by salt. `size`: tokens held; `pinned`: those of them under a lease.
 
     Slots are optional, but all or nothing: a tree is either given a slot with every token or none.
+    log: hears of every change, from an empty tree on; None = nobody does.
     """
 
-    __slots__ = ("_buried", "_clock", "_heap", "_roots", "_serial", "pinned", "size")
+    __slots__ = ("_buried", "_clock", "_heap", "_roots", "_serial", "log", "pinned", "size")
 
     def __init__(self) -> None:
         self.size = 0
         self.pinned = 0
+        self.log: BlockLog | None = None
         self._roots: dict[str, Node] = {}
         # (used, serial, node) of unpinned leaves. Entries are lazy: one that has been walked since
         # is put back when it comes up, one that is no unpinned leaf any more is dropped.
@@ -87,6 +90,8 @@ class RadixTree:
                 node.slots += slots[at:]
             self.size += more
             self.pinned += more
+            if self.log is not None:
+                self.log.stored(node, more)
         return Lease(node, lease.length + len(path)), held
 
     def release(self, lease: Lease, keep: int | None = None) -> list[int]:
@@ -167,7 +172,16 @@ class RadixTree:
 
     def clear(self) -> list[int]:
         """Drop everything that is not pinned; its slots."""
-        return self.evict(self.size - self.pinned)
+        log = self.log
+        if log is None or self.pinned:
+            return self.evict(self.size - self.pinned)
+        if self.size:
+            log.cleared()
+        self.log = None
+        try:
+            return self.evict(self.size)
+        finally:
+            self.log = log
 
     # ---------------------------------------------------------- what comes next
 
@@ -276,6 +290,8 @@ class RadixTree:
         upper.children[node.tokens[0]] = node
         node.parent = upper
         node.version += 1
+        if self.log is not None:
+            self.log.split(upper, node)
         return upper
 
     def _pin(self, node: Node, top: Node | None) -> None:
@@ -294,6 +310,8 @@ class RadixTree:
     def _cut(self, node: Node, keep: int) -> list[int]:
         """Shorten an unpinned leaf to `keep` tokens, to none = out of the tree; the slots freed."""
         freed = node.slots[keep:]
+        if self.log is not None:
+            self.log.removed(node, keep)
         self.size -= len(node.tokens) - keep
         node.version += 1
         if keep:
