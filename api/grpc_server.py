@@ -92,12 +92,8 @@ class SpecServe(pb_grpc.SpecServeServicer):
             self.sessions.discard(session)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """Cancel by id, whoever started it; unknown ids are left out of the answer."""
-        link = self._service.link
-        found = [one for one in dict.fromkeys(request.request_ids) if link.runs(one)]
-        for one in found:
-            link.cancel(one)
-        return pb.AbortResponse(aborted=found)
+        """Cancel by id what this key has started; other ids are left out of the answer."""
+        return pb.AbortResponse(aborted=self._service.abort(request.request_ids, caller.get()))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Text or chat to ids, or ids to text; ids as a generation would begin with."""

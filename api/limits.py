@@ -89,6 +89,7 @@ class Admission:
         self._rows, self._clock = rows, clock
         self.inside = 0  # choices being read, waiting or running
         self.waiting_tokens = 0  # of prompts being read or waiting
+        self.live: dict[str, Held] = {}  # requests that were submitted and have not ended, by id
         self._shares: dict[str, _Share] = {}
 
     @contextmanager
@@ -115,7 +116,7 @@ class Admission:
         self._count(share, request.n, len(request.prompt))
         if share.tokens is not None:
             share.tokens.take(len(request.prompt))
-        return Held(self, share, request)
+        return Held(self, who, share, request)
 
     def _check(self, who: Principal, n: int, tokens: int) -> _Share:
         bounds = self.bounds
@@ -143,12 +144,19 @@ class Admission:
 class Held:
     """What one request holds from its submission to its end. `take` is to see all its events."""
 
-    def __init__(self, admission: Admission, share: _Share, request: Request) -> None:
+    def __init__(
+        self, admission: Admission, who: Principal, share: _Share, request: Request
+    ) -> None:
+        self.who = who
         self._admission, self._share, self._request = admission, share, request
         self._left = request.n
         self._waits = True
         self._late: asyncio.TimerHandle | None = None
         self.sink: Callable[[Event], None] = _nobody
+
+    def submitted(self) -> None:
+        """From now on the request can be found by its id."""
+        self._admission.live[self._request.id] = self
 
     def expect(self, within_s: float, cancel: Callable[[str], None]) -> None:
         """End the request with an error unless its first token is there in so many seconds."""
@@ -185,6 +193,8 @@ class Held:
         if not self._left:
             self._begun()
             self._in_time()
+            if self._admission.live.get(self._request.id) is self:
+                del self._admission.live[self._request.id]
 
     def _begun(self) -> None:
         if self._waits:

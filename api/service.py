@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -163,9 +163,22 @@ class Service:
                 told = str(error).removeprefix("id: ")
                 raise RequestError("id", told, "duplicate_id") from None
             raise
+        held.submitted()
         if within := self.admission.bounds.first_token_s:
             held.expect(prepared.arrived + within - time.monotonic(), cancel)
         return made
+
+    def abort(self, request_ids: Iterable[str], who: Principal) -> list[str]:
+        """End requests by id, those of this key only unless it may administer; which ended."""
+        live = self.admission.live
+        found = [
+            one
+            for one in dict.fromkeys(request_ids)
+            if one in live and (who.admin or live[one].who == who)
+        ]
+        for one in found:
+            self.link.cancel(one)
+        return found
 
     def close(self) -> None:
         """Let the pool go; what it still does is not waited for."""

@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 from spec_serve.api import messages as m
 from spec_serve.api.convert import GREEDY, Prepared
 from spec_serve.api.grpc_call import Calls, Said, abort, bad, generate
+from spec_serve.api.grpc_guard import caller
 from spec_serve.api.ops import Rate
 from spec_serve.api.service import Service, shown_name
 from spec_serve.api.version import __version__
@@ -74,9 +75,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         await generate(service, self._calls, context, wire, identity, say, renamed, known)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
-        """Cancel by id; unknown ids are ignored, as the request may just have ended."""
-        for one in request.request_ids:
-            self._service.link.cancel(one)
+        """Cancel by id what this key has started; a request may just have ended by itself."""
+        self._service.abort(request.request_ids, caller.get())
         return vllm.AbortResponse()
 
     async def HealthCheck(
