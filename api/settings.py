@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from spec_serve.api.server_settings import ServeSettings
+from spec_serve.api.server_settings import BLOCK_TOKENS, ServeSettings
 
 Kind = Literal["text", "whole", "number", "switch", "port", "list"]
 Value = str | int | float | bool | tuple[str, ...] | None
@@ -194,7 +194,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "kv-events", METRICS, "text", "",
-        "ZMQ address for cache events, such as tcp://127.0.0.1:5557; they tell prompts' tokens",
+        "ZMQ address for cache events, such as tcp://127.0.0.1:5557, or grpc for subscribers by gRPC "
+        "alone; they tell prompts' tokens",
         "ADDRESS",
     ),
     Setting(
@@ -243,7 +244,8 @@ class Settings:
         """Keyword arguments of spec/assemble.py's EngineOptions. SettingError without a target."""
         if not self["target"]:
             raise SettingError("target: say which model to use, for example --target MODEL")
-        return {s.field: chosen.value for s, chosen in self if s.group in ENGINE_GROUPS}
+        fields = {s.field: chosen.value for s, chosen in self if s.group in ENGINE_GROUPS}
+        return {**fields, "block_events": BLOCK_TOKENS if self["kv-events"] else 0}
 
     def serve_settings(self) -> ServeSettings:
         """What the server needs; clients see the target's name unless model-name is given."""

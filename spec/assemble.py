@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spec_serve.cache.blocks import BlockLog
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.store import KVStore
 from spec_serve.draft.base import Drafter, Source
@@ -32,6 +33,7 @@ BUSY_CHUNK = 128
 class EngineOptions:
     """What an operator chooses; 0 and "auto" mean: find out.
 
+    block_events: tokens to a block in the log that is kept of the prefix cache, 0 = none is.
     kv_fraction: share of the memory free after loading that the K/V store may take. max_nodes:
     guesses per row and step at most. speculation: what requests that say nothing get; off = none
     for any request, and no look-up or draft is kept.
@@ -49,6 +51,7 @@ class EngineOptions:
     max_nodes: int = 32
     speculation: str = "auto"
     attention: str = "auto"
+    block_events: int = 0
 
 
 def assemble(
@@ -82,6 +85,8 @@ def assemble(
     )
     pool = KVPool(specs, slots, options.max_rows, context, device)
     store = KVStore(slots, options.max_rows, pool)
+    if options.block_events:
+        store.tree.log = BlockLog(options.block_events)
     vocabulary = min(vocab_size or target.config.vocab, target.config.vocab)
     runner = TorchDevice(target, pool, attention, drafter, vocabulary)
     sizes = [n for n in SIZES if n == 1 or n < min(slots, context)]

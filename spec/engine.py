@@ -56,6 +56,7 @@ class Engine:
         self.info = info
         self.limits = limits
         self.store = store
+        self.blocks = store.tree.log  # for one reader of what changes in the cache
         self.scheduler = scheduler
         self.builder = builder
         self._device = device
