@@ -18,12 +18,19 @@ from collections.abc import Callable
 log = logging.getLogger("spec_serve.channel")
 
 LARGEST = 1 << 28  # bytes of a frame: far more than any prompt has
-READ = 1 << 18
+READ = 1 << 16
 
 
 def framed(payload: bytes) -> bytes:
     """A message as it goes over the socket."""
     return len(payload).to_bytes(4, "little") + payload
+
+
+def _size(data: bytes | bytearray | memoryview, at: int = 0) -> int:
+    size = int.from_bytes(data[at : at + 4], "little")
+    if size > LARGEST:
+        raise ValueError(f"a frame of {size} bytes")
+    return size
 
 
 class Frames:
@@ -32,22 +39,25 @@ class Frames:
     def __init__(self) -> None:
         self._held = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """The messages that `data` completes. ValueError for a length that can't be."""
         held = self._held
-        held += data
+        if held:
+            held += data
+            if len(held) < 4 or len(held) < 4 + _size(held):
+                return []
+            data = bytes(held)
+            held.clear()
         found: list[bytes] = []
-        at = 0
-        while len(held) - at >= 4:
-            size = int.from_bytes(held[at : at + 4], "little")
-            if size > LARGEST:
-                raise ValueError(f"a frame of {size} bytes")
-            end = at + 4 + size
-            if end > len(held):
+        at, have = 0, len(data)
+        while have - at >= 4:
+            end = at + 4 + _size(data, at)
+            if end > have:
                 break
-            found.append(bytes(held[at + 4 : end]))
+            found.append(bytes(data[at + 4 : end]))
             at = end
-        del held[:at]
+        if at < have:
+            held += data[at:]
         return found
 
 
@@ -100,6 +110,8 @@ class LoopChannel:
         self._took, self._lost = took, lost
         self._unsent = bytearray()
         self._open = True
+        self._read = bytearray(READ)
+        self._view = memoryview(self._read)
         self._sock.setblocking(False)
         for payload in channel.ready:
             loop.call_soon(took, payload)
@@ -144,17 +156,17 @@ class LoopChannel:
 
     def _readable(self) -> None:
         try:
-            data = self._sock.recv(READ)
+            count = self._sock.recv_into(self._read)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             self.close()
             self._lost()
             return
         try:
-            for payload in self._frames.feed(data):
+            for payload in self._frames.feed(self._view[:count]):
                 self._took(payload)
         except Exception:
             log.exception("what came through the channel makes no sense")
