@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 BLOCK_TOKENS = 16  # of a block in cache events; what routers expect
 
 
@@ -26,7 +25,8 @@ class ServeSettings:
     without keys beyond loopback. tls_*: PEM files; tls_client_ca asks clients for certificates.
     engine_process: run the engine in a process of its own. max_queue, max_queue_tokens: requests
     and prompt tokens that may wait, 0 = no bound. *_timeout_s: 0 = none. key_*: per key, 0 = none.
-    kv_events: ZMQ address, or grpc for subscribers by gRPC alone, "" = none. otel_endpoint: OTLP over HTTP, "" = none.
+    kv_events: ZMQ address, or grpc for subscribers by gRPC alone, "" = none.
+    otel_endpoint: OTLP over HTTP, "" = none.
     """
 
     host: str = "127.0.0.1"

@@ -194,8 +194,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "kv-events", METRICS, "text", "",
-        "ZMQ address for cache events, such as tcp://127.0.0.1:5557, or grpc for subscribers by gRPC "
-        "alone; they tell prompts' tokens",
+        "ZMQ address for cache events, such as tcp://127.0.0.1:5557, or grpc for subscribers by "
+        "gRPC alone; they tell prompts' tokens",
         "ADDRESS",
     ),
     Setting(
