@@ -107,13 +107,7 @@ def _predict(
     speculation = values.setdefault("speculation", {})
     if speculation.get("prediction") is not None:
         raise refused("prediction", "stands in speculation too")
-    text = given.content
-    if not isinstance(text, str):
-        for part in text:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise refused("prediction.content", "only parts {type: text, text: ...}")
-        text = "".join(part["text"] for part in text)
-    speculation["prediction"] = text
+    speculation["prediction"] = _text(given.content)
     names["speculation.prediction"] = "prediction"
 
 
@@ -174,8 +168,12 @@ def chat(request: w.ChatRequest) -> Asked:
     )
 
 
+def _text(content: w.Text) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def _message(i: int, turn: w.ChatMessage) -> dict[str, Any]:
-    content = turn.content if turn.content is not None else turn.refusal
+    content = _text(turn.content) if turn.content is not None else turn.refusal
     made: dict[str, Any] = {"role": turn.role, "content": content}
     if turn.name is not None:
         made["name"] = turn.name

@@ -97,14 +97,24 @@ class CalledTool(m.Part):
     index: int | None = None
 
 
+class TextPart(m.Part):
+    """The only kind of part: nothing is ever fetched."""
+
+    type: Literal["text"]
+    text: str
+
+
+Text = str | list[TextPart]
+
+
 class ChatMessage(m.Part):
     """A turn. The last fields are what answers hold beside their text; sent back they say nothing.
 
-    content: text, or parts {type: "text", text}; other parts are refused.
+    The assistant may have a refusal in place of content.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Text | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[CalledTool] | None = None
@@ -116,10 +126,10 @@ class ChatMessage(m.Part):
 
 
 class Prediction(m.Part):
-    """The text that the answer is expected to be like, as text or parts of text."""
+    """The text that the answer is expected to be like."""
 
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: Text
 
 
 class ChatRequest(Request, kw_only=True):

@@ -88,7 +88,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = route.path.replace("*", "{name}")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, schemas)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "spec-serve", "version": __version__},
@@ -103,7 +103,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, schemas: dict[type, dict[str, Any]]) -> dict[str, Any]:
+def _operation(route: Route, path: str, schemas: dict[type, Any]) -> dict[str, Any]:
     described = DESCRIBED.get((route.method, route.path), Described(_OPS))
     kind = described.kind
     answer = schemas[described.answer] if described.answer is not None else {}
@@ -121,7 +121,7 @@ def _operation(route: Route, schemas: dict[type, dict[str, Any]]) -> dict[str, A
     if route.path in ("/health", "/ready"):
         failure = {"type": "object"}
     made: dict[str, Any] = {
-        "operationId": _NAME.sub("_", f"{route.method.lower()}{route.path}").strip("_"),
+        "operationId": _NAME.sub("_", f"{route.method.lower()}{path}").strip("_"),
         "summary": described.summary,
         "responses": {
             "200": {"description": "As asked", "content": content},

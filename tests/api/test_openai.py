@@ -238,7 +238,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"prediction": {"type": "content", "content": "x"}, "n": 2}, "prediction"),
-    (CHAT, {"prediction": {"type": "content", "content": [{"type": "x"}]}}, "prediction.content"),
+    (CHAT, {"prediction": {"type": "content", "content": [{}]}}, "prediction.content[0].type"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
     (CHAT, {"functions": []}, "functions"),
