@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from spec_serve.api.engine_thread import EngineThread
+from spec_serve.cache.blocks import BlockLog, Change
 from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.request import (
     Event,
@@ -57,8 +58,12 @@ class Runs(Protocol):
 
     def flush(self) -> Future[int]: ...
 
+    @property
+    def blocks(self) -> BlockLog | None: ...
+
 
 Observer = Callable[[list[Event]], None]
+CacheObserver = Callable[[list[Change]], None]
 
 
 class EngineLink(Protocol):
@@ -69,6 +74,7 @@ class EngineLink(Protocol):
 
     info: EngineInfo
     observers: list[Observer]  # told all events of a step after their sinks, for metrics
+    cache_observers: list[CacheObserver]  # told what changes in the cache, if the engine logs it
 
     @property
     def alive(self) -> bool:
@@ -123,6 +129,15 @@ class EngineLink(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+
+def tell_all(observers: list[CacheObserver], changes: list[Change]) -> None:
+    """Tell every observer; one that fails costs the others nothing."""
+    for observe in observers:
+        try:
+            observe(changes)
+        except Exception:
+            log.exception("an observer of the cache failed")
 
 
 class Ledger:
@@ -211,6 +226,7 @@ class ThreadLink:
         self._started = False
         self._ledger = Ledger(engine.cancel)
         self.observers = self._ledger.observers
+        self.cache_observers: list[CacheObserver] = []
         self._dead = False
         self._interval = 0.0
 
@@ -232,6 +248,8 @@ class ThreadLink:
         gc.collect()
         gc.freeze()
         self._started = True
+        if self._engine.blocks is not None:
+            self._engine.blocks.changed = self._cache_changed
         self._thread.begin(self._run)
         self._thread.close()
 
@@ -306,6 +324,18 @@ class ThreadLink:
         assert loop is not None
         if events and not loop.is_closed():
             loop.call_soon_threadsafe(self._ledger.deliver, events)
+
+    def _cache_changed(self) -> None:
+        loop = self._loop
+        assert loop is not None
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._tell_cache)
+
+    def _tell_cache(self) -> None:
+        blocks = self._engine.blocks
+        assert blocks is not None
+        if changes := blocks.take():
+            tell_all(self.cache_observers, changes)
 
     def _ended(self, failed: bool) -> None:
         self._dead = True

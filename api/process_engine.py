@@ -179,6 +179,8 @@ class Worker:
                 payload = p.encode(step)
             try:
                 self._channel.send(payload)
+                if engine.blocks is not None and (changes := engine.blocks.take()):
+                    self._channel.send(p.encode(p.CacheChanged(p.to_blocks(changes))))
             except OSError:
                 log.debug("the server is gone")
 

@@ -16,9 +16,10 @@ from time import monotonic
 
 from spec_serve.api import process_messages as p
 from spec_serve.api.engine_thread import EngineThread
-from spec_serve.api.link import EngineLink, Ledger, Runs, ThreadLink
+from spec_serve.api.link import CacheObserver, EngineLink, Ledger, Runs, ThreadLink, tell_all
 from spec_serve.api.process_channel import LoopChannel
 from spec_serve.api.process_child import Child, EngineProcess
+from spec_serve.cache.blocks import Cleared
 from spec_serve.spec.admission import check_request
 from spec_serve.spec.request import Event, Finished, Request, RequestError
 from spec_serve.spec.stats import EngineStats
@@ -45,6 +46,7 @@ class ProcessLink:
         self._engine, self._on_death = engine, on_death
         self._ledger = Ledger(self.cancel)
         self.observers = self._ledger.observers
+        self.cache_observers: list[CacheObserver] = []
         self._child: Child | None = engine.child
         self._channel: LoopChannel | None = None
         self._ready = self._dead = self._draining = False
@@ -197,6 +199,8 @@ class ProcessLink:
                     self._post(p.Drain())
             case p.Failed(message):
                 log.error("the engine can't be loaded again: %s", message)
+            case p.CacheChanged(blocks):
+                tell_all(self.cache_observers, p.from_blocks(blocks))
             case p.Loading():
                 pass
 
@@ -252,6 +256,7 @@ class ProcessLink:
                 asked.set_exception(error)
         _add(self._before, self._stats)
         self._stats = EngineStats(kv_total=self.info.kv_tokens)
+        tell_all(self.cache_observers, [Cleared()])
         self._ledger.fail(error)
 
     async def _again(self, child: Child) -> None:

@@ -7,11 +7,12 @@ how a Request and an Event become messages and again what they were. Knows no so
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from spec_serve.api.text import StopStrings, StopWatch, TokenTable
+from spec_serve.cache import blocks as b
 from spec_serve.spec import request as r
 from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.stats import EngineStats
@@ -165,7 +166,22 @@ class Failed(msgspec.Struct, tag=14, array_like=True):
     message: str
 
 
-FromEngine = Step | Flushed | Loading | Ready | Failed
+class Blocks(msgspec.Struct, array_like=True):
+    """One change of the cache's blocks; see cache/blocks.py."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    hashes: list[int] = []
+    parent: int | None = None
+    tokens: list[int] = []
+
+
+class CacheChanged(msgspec.Struct, tag=15, array_like=True):
+    """What has changed in the prefix cache, if the engine keeps a log of it."""
+
+    changes: list[Blocks]
+
+
+FromEngine = Step | Flushed | Loading | Ready | Failed | CacheChanged
 
 encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
 for_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -203,6 +219,31 @@ def from_submit(made: Submit, tokenizer: TokenTable) -> r.Request:
         made.id, made.prompt, made.sampling, stopping, made.speculation, made.n, made.logprobs,
         made.prompt_logprobs, made.salt, made.priority, made.deadline,
     )  # fmt: skip
+
+
+def to_blocks(changes: list[b.Change]) -> list[Blocks]:
+    """Changes of the cache for the server."""
+    made = []
+    for change in changes:
+        match change:
+            case b.Stored(hashes, parent, tokens):
+                made.append(Blocks("stored", hashes, parent, tokens))
+            case b.Removed(hashes):
+                made.append(Blocks("removed", hashes))
+            case b.Cleared():
+                made.append(Blocks("cleared"))
+    return made
+
+
+def from_blocks(told: list[Blocks]) -> list[b.Change]:
+    """The same changes in the server."""
+    made: list[b.Change] = []
+    for one in told:
+        if one.kind == "stored":
+            made.append(b.Stored(one.hashes, one.parent, one.tokens))
+        else:
+            made.append(b.Removed(one.hashes) if one.kind == "removed" else b.Cleared())
+    return made
 
 
 def to_told(number: int, event: r.Event) -> Told:

@@ -86,6 +86,7 @@ class Ticking:
         self._cancels: set[str] = set()
         self._stopped = False
         self._stats = EngineStats(kv_total=1 << 20)
+        self.blocks = None
 
     def validate(self, request: Request) -> None:
         """Raises RequestError."""

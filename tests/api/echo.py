@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from spec_serve.cache.blocks import BlockLog
 from spec_serve.spec.admission import EngineInfo, Limits, check_request
 from spec_serve.spec.request import (
     Delta,
@@ -91,6 +92,7 @@ class Echo:
         self._cancels: set[str] = set()
         self._stopped = self._draining = False
         self._stats = EngineStats(kv_total=context)
+        self.blocks: BlockLog | None = None
 
     def validate(self, request: Request) -> None:
         check_request(request, self.info, self.limits)

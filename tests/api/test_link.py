@@ -42,6 +42,7 @@ class Handed:
 
     info = INFO
     limits = Limits(max_waiting=8)
+    blocks = None
 
     def __init__(self) -> None:
         self.steps: queue.Queue[list[Event] | Exception | None] = queue.Queue()
