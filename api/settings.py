@@ -71,8 +71,8 @@ SERVER, SECURITY, LIMITS = "server", "security", "limits"
 TRANSPORTS, METRICS = "transports", "metrics and traces"
 LOGGING, PROCESS = "logging", "process"
 ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION)
-EVERYDAY = (*ENGINE_GROUPS, SERVER, LOGGING, PROCESS)  # what --help shows
-FURTHER = (TRANSPORTS, SECURITY, LIMITS, METRICS)  # what --help-all shows too
+EVERYDAY = (*ENGINE_GROUPS, SERVER, PROCESS)  # what --help shows
+FURTHER = (TRANSPORTS, SECURITY, LIMITS, LOGGING, METRICS)  # what --help-all shows too
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("target", MODEL, "text", "", "model to serve: path, short name or hub id", "MODEL"),
@@ -84,6 +84,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "dtype", MODEL, "text", "auto", "type of weights and K/V",
         choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Setting(
+        "quantize", MODEL, "text", "none",
+        "how weights that are not quantised are held on a CPU",
+        choices=("none", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
     ),
     Setting("attention", MODEL, "text", "auto", "attention kernels: auto or a name", "NAME"),
     Setting(

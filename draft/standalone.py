@@ -18,7 +18,7 @@ from spec_serve.cache.pool import KVSpec, LayerKV
 from spec_serve.draft.base import Noise, Plan, Seen, Trees
 from spec_serve.draft.grow import grow
 from spec_serve.kernels.base import AttentionBackend
-from spec_serve.target.model import Transformer
+from spec_serve.target.model import Model
 
 
 class Vocabulary(Protocol):
@@ -79,7 +79,7 @@ class StandaloneDrafter:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Model,
         attention: AttentionBackend,
         vocabulary: int | None = None,
         name: str = "standalone",

@@ -15,6 +15,7 @@ from spec_serve.draft.budget import CostCurve
 from spec_serve.draft.make import LOOKUPS, Lookups
 from spec_serve.draft.standalone import StandaloneDrafter
 from spec_serve.kernels.base import AttentionBackend, pick_backend
+from spec_serve.kernels.cpu.attention import NativeAttention
 from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.build import Builder
 from spec_serve.spec.engine import Engine
@@ -23,7 +24,8 @@ from spec_serve.spec.row import Row
 from spec_serve.spec.scheduler import Scheduler
 from spec_serve.spec.sizing import measure, pick_threads, size_store
 from spec_serve.spec.step import TorchDevice
-from spec_serve.target.model import Transformer
+from spec_serve.target.model import Model
+from spec_serve.target.native import NativeTransformer
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 BUSY_CHUNK = 128
@@ -36,7 +38,8 @@ class EngineOptions:
     block_events: tokens to a block in the log that is kept of the prefix cache, 0 = none is.
     kv_fraction: share of the memory free after loading that the K/V store may take. max_nodes:
     guesses per row and step at most. speculation: what requests that say nothing get; off = none
-    for any request, and no look-up or draft is kept.
+    for any request, and no look-up or draft is kept. quantize: how plain weights are held by the
+    compiled model on a CPU.
     """
 
     target: str
@@ -52,10 +55,11 @@ class EngineOptions:
     speculation: str = "auto"
     attention: str = "auto"
     block_events: int = 0
+    quantize: str = "none"
 
 
 def assemble(
-    target: Transformer,
+    target: Model,
     options: EngineOptions,
     *,
     drafter: Drafter | None = None,
@@ -73,7 +77,7 @@ def assemble(
     """
     device = target.device
     if attention is None:
-        attention = pick_backend(device, options.attention)
+        attention = attention_for(target, options.attention)
     specs = (*target.kv_specs, *(drafter.kv_specs if drafter is not None else ()))
     context = target.config.max_context
     if options.max_context:
@@ -126,7 +130,7 @@ def assemble(
         max_context=context,
         kv_tokens=slots,
         max_rows=options.max_rows,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=target.precision,
         device=str(device),
         max_nodes=options.max_nodes,
         sources=(
@@ -136,6 +140,15 @@ def assemble(
     )
     scheduler = Scheduler(options.max_rows, options.step_tokens, BUSY_CHUNK)
     return Engine(info, limits or Limits(), runner, store, scheduler, builder)
+
+
+def attention_for(model: Model, name: str = "auto") -> AttentionBackend:
+    """The backend a model runs with; a compiled one attends itself."""
+    if isinstance(model, NativeTransformer):
+        if name not in ("auto", "native"):
+            raise ValueError(f"attention: a compiled model has its own, not {name!r}")
+        return NativeAttention()
+    return pick_backend(model.device, name)
 
 
 def _forget(salt: str, tokens: object) -> None:

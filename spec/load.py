@@ -7,6 +7,7 @@ Options are checked, and target and draft compared, before anything large is rea
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -18,15 +19,18 @@ from spec_serve.draft.standalone import (
     real_vocabulary,
 )
 from spec_serve.kernels.base import pick_backend
-from spec_serve.spec.assemble import EngineOptions, assemble
+from spec_serve.kernels.cpu.quantise import QUANTISERS
+from spec_serve.spec.assemble import EngineOptions, assemble, attention_for
 from spec_serve.spec.engine import Engine
 from spec_serve.target.hub import resolve
-from spec_serve.target.model import load_model
+from spec_serve.target.model import Model, load_model
+from spec_serve.target.native import load_native, unfit
 from spec_serve.target.tokenizer import Tokenizer, load_tokenizer
 from spec_serve.target.weights import open_checkpoint
 
 Progress = Callable[[str, float], None]  # (what is going on, share done 0..1)
 
+QUANTISATIONS = ("none", *(kind.lower() for kind in QUANTISERS))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,6 +54,9 @@ def check_options(options: EngineOptions) -> None:
         raise ValueError(f"kv-fraction: must be in (0, 0.95], got {options.kv_fraction}")
     if options.speculation not in ("auto", "off", "max"):
         raise ValueError(f"speculation: must be auto, off or max, got {options.speculation!r}")
+    if options.quantize not in QUANTISATIONS:
+        known = ", ".join(QUANTISATIONS)
+        raise ValueError(f"quantize: must be one of {known}, got {options.quantize!r}")
     if options.dtype != "auto" and options.dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ValueError(f"dtype: must be auto or one of {known}, got {options.dtype!r}")
@@ -68,13 +75,34 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def _load(
+    path: Path, options: EngineOptions, device: torch.device, dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> Model:  # fmt: skip
+    """A model as compiled code where it can be: quantised, on a CPU, and no dtype asked for."""
+    checkpoint = open_checkpoint(path)
+    try:
+        wanted = options.quantize != "none"
+        if device.type == "cpu" and options.dtype == "auto" and options.attention == "auto":
+            reason = unfit(checkpoint, options.quantize)
+            if not reason:
+                return load_native(checkpoint, 0, options.quantize, progress)
+            if wanted:
+                raise ValueError(f"quantize: {path.name} can't be held so: {reason}")
+        elif wanted:
+            raise ValueError("quantize: only on a CPU, with dtype and attention left at auto")
+        return load_model(checkpoint, dtype, device, progress)
+    finally:
+        checkpoint.close()
+
+
 def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[Engine, Tokenizer]:
     """Load what `options` names. Raises ValueError (with the option's name) for what can't be."""
     check_options(options)
     choice = parse_draft(options.draft)
     device = pick_device(options.device)
     dtype = DTYPES.get(options.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    attention = pick_backend(device, options.attention)
+    pick_backend(device, options.attention)
     shown = progress is not _quiet
     path = resolve(options.target, progress=shown)
     draft_path = None
@@ -86,25 +114,16 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
     vocabulary = 0
     if draft_path is not None:
         vocabulary = common_vocabulary(tokenizer, load_tokenizer(draft_path))
-    checkpoint = open_checkpoint(path)
-    try:
-        target = load_model(checkpoint, dtype, device, _share(progress, "target"))
-    finally:
-        checkpoint.close()
+    target = _load(path, options, device, dtype, _share(progress, "target"))
     if draft_path is not None:
-        checkpoint = open_checkpoint(draft_path)
-        try:
-            draft = load_model(checkpoint, dtype, device, _share(progress, "draft"))
-        finally:
-            checkpoint.close()
-        drafter = StandaloneDrafter(draft, pick_backend(device, options.attention), vocabulary)
+        draft = _load(draft_path, options, device, dtype, _share(progress, "draft"))
+        drafter = StandaloneDrafter(draft, attention_for(draft, options.attention), vocabulary)
     progress("measuring", 0.0)
     engine = assemble(
         target,
         options,
         drafter=drafter,
         lookup=choice.lookup,
-        attention=attention,
         vocab_size=real_vocabulary(tokenizer),
     )
     progress("ready", 1.0)

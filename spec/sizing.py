@@ -17,6 +17,7 @@ from spec_serve.draft.budget import CostCurve
 from spec_serve.spec.request import Sampling
 from spec_serve.spec.sampling import RowSampling
 from spec_serve.spec.step import Job, TorchDevice
+from spec_serve.target.native import NativeTransformer
 
 HELD_BACK = 64 << 20  # bytes never given to the K/V store when it is sized by what is free
 
@@ -53,6 +54,17 @@ def pick_threads(device: TorchDevice) -> int:
     other costs threads many times what they gain. Returns the number now in force.
     """
     threads = torch.get_num_threads()
+    model = device.model
+    if isinstance(model, NativeTransformer):
+        # Its threads are its own. Torch's would still be spinning for their next work when these
+        # want the cores, and what is left to torch is small.
+        torch.set_num_threads(1)
+        if model.threads > 1:
+            together, threads = quickest(device, 1), model.threads
+            model.use_threads(1)
+            if quickest(device, 1) > together:
+                model.use_threads(threads)
+        return model.threads
     if device.pool.device.type != "cpu" or threads == 1:
         return threads
     together = quickest(device, 1)

@@ -23,7 +23,7 @@ from spec_serve.kernels.base import AttentionBackend
 from spec_serve.spec.logprobs import score
 from spec_serve.spec.sampling import RowNoise, RowSampling, choose, pack
 from spec_serve.spec.verify import Verdict, walk
-from spec_serve.target.model import Transformer
+from spec_serve.target.model import Model
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class TorchDevice:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Model,
         pool: KVPool,
         attention: AttentionBackend,
         drafter: Drafter | None = None,

@@ -52,6 +52,27 @@ class TargetOut:
     hidden: Tensor
 
 
+class Model(Protocol):
+    """What steps need of a model: this module's `Transformer`, or compiled code."""
+
+    config: ModelConfig
+    device: torch.device
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]: ...
+
+    @property
+    def precision(self) -> str: ...
+
+    def forward(
+        self,
+        batch: TreeBatch,
+        layers: Sequence[LayerKV],
+        plan: AttentionPlan,
+        taps: tuple[int, ...] = (),
+    ) -> TargetOut: ...
+
+
 class Transformer:
     """A decoder-only transformer in eager torch, for inference only.
 
@@ -88,6 +109,11 @@ class Transformer:
         """K/V each layer keeps per token."""
         config = self.config
         return (KVSpec(config.kv_heads, config.head_dim, self.dtype),) * config.layers
+
+    @property
+    def precision(self) -> str:
+        """What the weights are, for people."""
+        return str(self.dtype).removeprefix("torch.")
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [N] -> [N, H], scaled as the model's first layer expects it."""
@@ -138,34 +164,18 @@ class Transformer:
 class _Reader:
     """Reads a checkpoint's tensors under names and shapes that were checked beforehand."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, weights: Weights, prefix: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._weights = weights
-        self._names = set(weights.names())
         self._dtype = dtype
         self._device = device
         self._progress: Progress | None = None
         self._total = self._done = 0
-        self.prefix = next(
-            (p for p in PREFIXES if p + "embed_tokens.weight" in self._names), PREFIXES[0]
-        )
+        self.prefix = prefix
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def check(self, expected: Iterator[tuple[str, tuple[int, ...]]]) -> None:
-        """Raise ConfigError at the first tensor that is missing or has another shape."""
-        for name, shape in expected:
-            if name not in self._names:
-                raise ConfigError(f"{name}: missing from the checkpoint")
-            found = tuple(self._weights.shape(name))
-            if found != shape:
-                raise ConfigError(
-                    f"{name}: has shape {list(found)}, the configuration asks for {list(shape)}"
-                )
-            self._total += torch.Size(shape).numel()
-
-    def report_to(self, progress: Progress | None) -> None:
-        self._progress = progress
+    def report_to(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total = progress, total
 
     def tensor(self, name: str) -> Tensor:
         held = self._weights.tensor(name, self._dtype).to(self._device)
@@ -215,6 +225,42 @@ def expected_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tu
             yield f"{layer}{name}.weight", (outputs, inputs)
             if bias:
                 yield f"{layer}{name}.bias", (outputs,)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a checkpoint's tensors stand. head: None = tied to the embedding."""
+
+    prefix: str
+    head: str | None
+    shapes: dict[str, tuple[int, ...]]
+
+
+def layout(weights: Weights, config: ModelConfig) -> Layout:
+    """Every tensor that is needed, checked by name and shape; ConfigError names the one at fault.
+
+    A file that ships an `lm_head` although its configuration ties it to the embedding is followed.
+    """
+    names = set(weights.names())
+    prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in names), PREFIXES[0])
+    heads = ("lm_head.weight", "language_model.lm_head.weight", prefix + "lm_head.weight")
+    head = next((name for name in heads if name in names), None)
+    if head is None and not config.tied_head:
+        raise ConfigError(
+            "lm_head.weight: missing from the checkpoint (tie_word_embeddings: false)"
+        )
+    shapes = dict(expected_tensors(config, prefix))
+    if head is not None:
+        shapes[head] = (config.vocab, config.hidden)
+    for name, shape in shapes.items():
+        if name not in names:
+            raise ConfigError(f"{name}: missing from the checkpoint")
+        found = tuple(weights.shape(name))
+        if found != shape:
+            raise ConfigError(
+                f"{name}: has shape {list(found)}, the configuration asks for {list(shape)}"
+            )
+    return Layout(prefix, head, shapes)
 
 
 def _read_block(config: ModelConfig, reader: _Reader, i: int) -> Block:
@@ -276,26 +322,14 @@ def load_model(
     """Build the model a checkpoint describes.
 
     All names and shapes are checked before a tensor is read; ConfigError names the one at fault.
-    Tensors the model does not use (rotary buffers, vision towers) are left unread. A file that
-    ships an `lm_head` although its configuration ties it to the embedding is followed.
+    Tensors the model does not use (rotary buffers, vision towers) are left unread.
     """
     config = ModelConfig.from_checkpoint_config(checkpoint.config)
     device = torch.device(device)
-    reader = _Reader(checkpoint, dtype, device)
-    heads = ("lm_head.weight", "language_model.lm_head.weight", reader.prefix + "lm_head.weight")
-    head_name = next((name for name in heads if name in reader), None)
-    if head_name is None and not config.tied_head:
-        raise ConfigError(
-            "lm_head.weight: missing from the checkpoint (tie_word_embeddings: false)"
-        )
-
-    def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield from expected_tensors(config, reader.prefix)
-        if head_name is not None:
-            yield head_name, (config.vocab, config.hidden)
-
-    reader.check(expected())
-    reader.report_to(progress)
+    found = layout(checkpoint, config)
+    head_name = found.head
+    reader = _Reader(checkpoint, found.prefix, dtype, device)
+    reader.report_to(progress, sum(torch.Size(shape).numel() for shape in found.shapes.values()))
     with torch.inference_mode():
         # The largest tensor first: what making the head takes in passing is free again by the time
         # the blocks come.

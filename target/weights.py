@@ -56,6 +56,15 @@ class Checkpoint(Protocol):
         CheckpointError if there is no such tensor or the file no longer holds all of it.
         """
 
+    def kind(self, name: str) -> str:
+        """How a tensor is stored, as GGUF calls it: F32, BF16, Q4_K, ..."""
+
+    def encoded(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """A quantised matrix as it is stored: its bytes, and the stored row of each row, [out].
+
+        None: the rows are in order.
+        """
+
     def close(self) -> None:
         """Let go of the files; reading is an error from then on."""
 
@@ -142,6 +151,19 @@ class _Opened:
             return (file.read(stored.info, torch.float32) + stored.shift).to(dtype)
         held = file.read(stored.info, dtype)
         return _half_split(held, stored.interleaved) if stored.interleaved else held
+
+    def kind(self, name: str) -> str:
+        return self._entry(name).stored.info.type
+
+    def encoded(self, name: str) -> tuple[Tensor, Tensor | None]:
+        entry = self._entry(name)
+        stored = entry.stored
+        assert not stored.shift, "matrices are stored as they are"
+        raw = torch.empty(stored.info.nbytes, dtype=torch.uint8)
+        entry.file.fill(raw, stored.info.offset)
+        if not stored.interleaved:
+            return raw, None
+        return raw, _half_split(torch.arange(stored.info.shape[0]), stored.interleaved)
 
     def close(self) -> None:
         for entry in self._entries.values():

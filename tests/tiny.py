@@ -54,6 +54,9 @@ class MemoryCheckpoint:
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         return self.tensors[name].to(dtype, copy=True)
 
+    def kind(self, name: str) -> str:
+        return "F32"
+
 
 def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
     """A config.json dict: 3 layers (4 for gemma3), hidden 64, 4 heads over 2 K/V heads of 16."""

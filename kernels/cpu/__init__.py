@@ -1,0 +1,1 @@
+"""Compiled kernels for CPUs: quantised linear maps and the whole forward in one call (csrc/)."""

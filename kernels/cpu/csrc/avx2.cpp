@@ -1,0 +1,192 @@
+// AVX2: integer products by maddubs (four-bit sums of a block fit into 16 bits), eight rows a lane.
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include <immintrin.h>
+
+#include <cmath>
+
+#include "half.h"
+#include "native.h"
+
+namespace native {
+namespace avx2 {
+
+constexpr int kMaxGroup = 16;
+typedef float f8 __attribute__((vector_size(32)));
+
+static inline f8 from_half8(const uint16_t* p) {
+  return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+
+static inline void to_half8(f8 v, uint16_t* out) {
+  _mm_storeu_si128((__m128i*)out, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#include "parts.inl"
+
+// The codes of one step (four inputs of eight rows) of a half group; at: its offset in the planes.
+template <int BITS>
+static inline __m256i codes(const uint8_t* planes, int step, int at) {
+  if constexpr (BITS == 8) {
+    return _mm256_loadu_si256((const __m256i*)(planes + step * 64 + at));
+  } else {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    __m256i v = _mm256_loadu_si256((const __m256i*)(planes + (step & 3) * 64 + at));
+    if (step >= 4) v = _mm256_srli_epi16(v, 4);
+    v = _mm256_and_si256(v, nibble);
+    if constexpr (BITS == 5) {
+      __m256i high = _mm256_loadu_si256((const __m256i*)(planes + 256 + at));
+      high = step < 4 ? _mm256_slli_epi16(high, 4 - step) : _mm256_srli_epi16(high, step - 4);
+      v = _mm256_or_si256(v, _mm256_and_si256(high, _mm256_set1_epi8(16)));
+    }
+    if constexpr (BITS == 6) {
+      __m256i high = _mm256_loadu_si256((const __m256i*)(planes + 256 + (step >> 2) * 64 + at));
+      const int by = 2 * (step & 3);
+      high = by < 4 ? _mm256_slli_epi16(high, 4 - by) : _mm256_srli_epi16(high, by - 4);
+      v = _mm256_or_si256(v, _mm256_and_si256(high, _mm256_set1_epi8(48)));
+    }
+    return v;
+  }
+}
+
+static inline __m256 widen(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+
+// Eight rows (half a group) times T tokens.
+template <int BITS, int SUBS, bool MINIMA, int T>
+static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes& x, int64_t token,
+                        float* out, int64_t stride, bool add, const float* bias) {
+  const int64_t blocks = m.inputs / kBlock;
+  constexpr size_t kCodes = BITS == 8 ? 512 : BITS == 6 ? 384 : BITS == 5 ? 320 : 256;
+  constexpr size_t kBytes = kCodes + 32 * SUBS + (MINIMA ? 32 : 0);
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256 acc[T];
+  for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
+  const int8_t* q = x.q + token * x.inputs;
+  const float* scale = x.scale + token * x.blocks;
+  const int32_t* total = x.sum + token * x.blocks * 2;
+  for (int64_t b = 0; b < blocks; b++, p += kBytes) {
+    const uint8_t* planes = p + 32 * SUBS + (MINIMA ? 32 : 0);
+    const uint16_t* scales = (const uint16_t*)p + half * 8;
+    _mm_prefetch((const char*)(p + 2048 + half * kBytes / 2), _MM_HINT_T0);
+#pragma GCC unroll 2
+    for (int sub = 0; sub < SUBS; sub++) {
+      constexpr int kSteps = 8 / SUBS;
+      const __m256 dw = widen(scales + kRows * sub);
+      __m256i sums[T];
+      if constexpr (BITS == 8) {
+        for (int t = 0; t < T; t++) sums[t] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+        for (int s = 0; s < kSteps; s++) {
+          const int step = sub * kSteps + s;
+          const __m256i w = _mm256_xor_si256(codes<8>(planes, step, half * 32),
+                                             _mm256_set1_epi8((char)0x80));
+          const __m256i size = _mm256_abs_epi8(w);
+          for (int t = 0; t < T; t++) {
+            int32_t four;
+            __builtin_memcpy(&four, q + t * x.inputs + b * kBlock + step * 4, 4);
+            const __m256i products =
+                _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(four), w));
+            sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(products, ones));
+          }
+        }
+      } else {
+        __m256i pairs[T];
+        for (int t = 0; t < T; t++) pairs[t] = _mm256_setzero_si256();
+        for (int t = 0; t < T; t++) sums[t] = _mm256_setzero_si256();
+        // Sums of pairs stay below 2^15 for 8 steps of 15 * 127 * 2, for 2 of 63 * 127 * 2.
+        constexpr int kFits = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+#pragma GCC unroll 8
+        for (int s = 0; s < kSteps; s++) {
+          const int step = sub * kSteps + s;
+          const __m256i w = codes<BITS>(planes, step, half * 32);
+          for (int t = 0; t < T; t++) {
+            int32_t four;
+            __builtin_memcpy(&four, q + t * x.inputs + b * kBlock + step * 4, 4);
+            const __m256i products = _mm256_maddubs_epi16(w, _mm256_set1_epi32(four));
+            pairs[t] = s % kFits ? _mm256_add_epi16(pairs[t], products) : products;
+          }
+          if (s % kFits == kFits - 1 || s == kSteps - 1)
+            for (int t = 0; t < T; t++)
+              sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs[t], ones));
+        }
+        if constexpr (!MINIMA) {
+          for (int t = 0; t < T; t++) {
+            const int32_t* halves = total + (t * x.blocks + b) * 2;
+            const int32_t whole = SUBS == 2 ? halves[sub] : halves[0] + halves[1];
+            sums[t] = _mm256_sub_epi32(sums[t], _mm256_set1_epi32(m.zero * whole));
+          }
+        }
+      }
+      for (int t = 0; t < T; t++) {
+        const __m256 by = _mm256_mul_ps(dw, _mm256_set1_ps(scale[t * x.blocks + b]));
+        acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t]), by, acc[t]);
+      }
+    }
+    if constexpr (MINIMA) {
+      const __m256 low = widen(scales + kRows * SUBS);
+      for (int t = 0; t < T; t++) {
+        const __m256 by = _mm256_mul_ps(low, _mm256_set1_ps(scale[t * x.blocks + b]));
+        const int32_t* halves = total + (t * x.blocks + b) * 2;
+        const __m256 whole = _mm256_set1_ps((float)(halves[0] + halves[1]));
+        acc[t] = _mm256_fmadd_ps(whole, by, acc[t]);
+      }
+    }
+  }
+  for (int t = 0; t < T; t++) {
+    float* o = out + t * stride;
+    __m256 made = acc[t];
+    made = _mm256_add_ps(made, bias ? _mm256_loadu_ps(bias) : _mm256_setzero_ps());
+    if (add) made = _mm256_add_ps(_mm256_loadu_ps(o), made);
+    _mm256_storeu_ps(o, made);
+  }
+}
+
+template <int BITS, int SUBS, bool MINIMA>
+static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
+                   bool add, int from, int to) {
+  const int64_t blocks = m.inputs / kBlock;
+  const size_t bytes = block_bytes(m);
+  for (int g = from; g < to; g++) {
+    const uint8_t* p = m.data + (size_t)g * blocks * bytes;
+    for (int half = 0; half < 2; half++) {
+      const int row = g * kRows + half * 8;
+      if (row >= m.outputs) break;
+      const float* bias = m.bias ? m.bias + row : nullptr;
+      int64_t t = 0;
+      float* o = out + row;
+      for (; t + 4 <= tokens; t += 4)
+        tile<BITS, SUBS, MINIMA, 4>(m, p, half, x, t, o + t * stride, stride, add, bias);
+      switch (tokens - t) {
+        case 3: tile<BITS, SUBS, MINIMA, 3>(m, p, half, x, t, o + t * stride, stride, add, bias); break;
+        case 2: tile<BITS, SUBS, MINIMA, 2>(m, p, half, x, t, o + t * stride, stride, add, bias); break;
+        case 1: tile<BITS, SUBS, MINIMA, 1>(m, p, half, x, t, o + t * stride, stride, add, bias); break;
+      }
+    }
+  }
+}
+
+static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
+                   bool add, int from, int to) {
+  switch (m.bits * 4 + (m.subblocks - 1) * 2 + m.minima) {
+    case 16: return rows16<4, 1, false>(m, x, tokens, out, stride, add, from, to);
+    case 17: return rows16<4, 1, true>(m, x, tokens, out, stride, add, from, to);
+    case 20: return rows16<5, 1, false>(m, x, tokens, out, stride, add, from, to);
+    case 21: return rows16<5, 1, true>(m, x, tokens, out, stride, add, from, to);
+    case 26: return rows16<6, 2, false>(m, x, tokens, out, stride, add, from, to);
+    case 32: return rows16<8, 1, false>(m, x, tokens, out, stride, add, from, to);
+  }
+}
+
+}  // namespace avx2
+
+const Kernels& avx2_kernels() {
+  using namespace avx2;
+  static const Kernels all = {linear, quantise, norm,  rotate, gate,
+                              halves, attend,   merge, dequantise_row};
+  return all;
+}
+
+}  // namespace native
+#endif

@@ -1,0 +1,167 @@
+// AVX-512 with VNNI: four products a lane and instruction, sixteen rows a register.
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#include <immintrin.h>
+
+#include <cmath>
+
+#include "half.h"
+#include "native.h"
+
+namespace native {
+namespace avx512 {
+
+constexpr int kMaxGroup = 16;
+typedef float f8 __attribute__((vector_size(32)));
+
+static inline f8 from_half8(const uint16_t* p) {
+  return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+
+static inline void to_half8(f8 v, uint16_t* out) {
+  _mm_storeu_si128((__m128i*)out, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#include "parts.inl"
+
+// The codes of one step: four inputs of sixteen rows.
+template <int BITS>
+static inline __m512i codes(const uint8_t* planes, int step) {
+  if constexpr (BITS == 8) {
+    return _mm512_loadu_si512(planes + step * 64);
+  } else {
+    __m512i v = _mm512_loadu_si512(planes + (step & 3) * 64);
+    if (step >= 4) v = _mm512_srli_epi16(v, 4);
+    v = _mm512_and_si512(v, _mm512_set1_epi8(15));
+    if constexpr (BITS == 5) {
+      __m512i high = _mm512_loadu_si512(planes + 256);
+      high = step < 4 ? _mm512_slli_epi16(high, 4 - step) : _mm512_srli_epi16(high, step - 4);
+      v = _mm512_or_si512(v, _mm512_and_si512(high, _mm512_set1_epi8(16)));
+    }
+    if constexpr (BITS == 6) {
+      __m512i high = _mm512_loadu_si512(planes + 256 + (step >> 2) * 64);
+      const int by = 2 * (step & 3);
+      high = by < 4 ? _mm512_slli_epi16(high, 4 - by) : _mm512_srli_epi16(high, by - 4);
+      v = _mm512_or_si512(v, _mm512_and_si512(high, _mm512_set1_epi8(48)));
+    }
+    return v;
+  }
+}
+
+static inline __m512 widen(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+
+// A group of sixteen rows times T tokens.
+template <int BITS, int SUBS, bool MINIMA, int T>
+static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64_t token,
+                        float* out, int64_t stride, bool add, const float* bias) {
+  const int64_t blocks = m.inputs / kBlock;
+  constexpr size_t kCodes = BITS == 8 ? 512 : BITS == 6 ? 384 : BITS == 5 ? 320 : 256;
+  constexpr size_t kBytes = kCodes + 32 * SUBS + (MINIMA ? 32 : 0);
+  constexpr int kSteps = 8 / SUBS;
+  __m512 acc[T];
+  for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
+  const int8_t* q = x.q + token * x.inputs;
+  const float* scale = x.scale + token * x.blocks;
+  const int32_t* total = x.sum + token * x.blocks * 2;
+  for (int64_t b = 0; b < blocks; b++, p += kBytes) {
+    const uint8_t* planes = p + 32 * SUBS + (MINIMA ? 32 : 0);
+    const uint16_t* scales = (const uint16_t*)p;
+    if constexpr (T == 1)
+      for (size_t i = 0; i < kBytes; i += 64)
+        _mm_prefetch((const char*)(p + 4096 + i), _MM_HINT_T0);
+#pragma GCC unroll 2
+    for (int sub = 0; sub < SUBS; sub++) {
+      const __m512 dw = widen(scales + kRows * sub);
+      __m512i sums[T];
+      for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+      for (int s = 0; s < kSteps; s++) {
+        const int step = sub * kSteps + s;
+        const __m512i w = codes<BITS>(planes, step);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) {
+          int32_t four;
+          __builtin_memcpy(&four, q + t * x.inputs + b * kBlock + step * 4, 4);
+          sums[t] = _mm512_dpbusd_epi32(sums[t], w, _mm512_set1_epi32(four));
+        }
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) {
+        if constexpr (!MINIMA) {
+          const int32_t* halves = total + (t * x.blocks + b) * 2;
+          const int32_t whole = SUBS == 2 ? halves[sub] : halves[0] + halves[1];
+          sums[t] = _mm512_sub_epi32(sums[t], _mm512_set1_epi32(m.zero * whole));
+        }
+        const __m512 by = _mm512_mul_ps(dw, _mm512_set1_ps(scale[t * x.blocks + b]));
+        acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), by, acc[t]);
+      }
+    }
+    if constexpr (MINIMA) {
+      const __m512 low = widen(scales + kRows * SUBS);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) {
+        const __m512 by = _mm512_mul_ps(low, _mm512_set1_ps(scale[t * x.blocks + b]));
+        const int32_t* halves = total + (t * x.blocks + b) * 2;
+        const __m512 whole = _mm512_set1_ps((float)(halves[0] + halves[1]));
+        acc[t] = _mm512_fmadd_ps(whole, by, acc[t]);
+      }
+    }
+  }
+  for (int t = 0; t < T; t++) {
+    float* o = out + t * stride;
+    __m512 made = acc[t];
+    made = _mm512_add_ps(made, bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps());
+    if (add) made = _mm512_add_ps(_mm512_loadu_ps(o), made);
+    _mm512_storeu_ps(o, made);
+  }
+}
+
+template <int BITS, int SUBS, bool MINIMA>
+static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
+                   bool add, int from, int to) {
+  const int64_t blocks = m.inputs / kBlock;
+  const size_t bytes = block_bytes(m);
+  for (int g = from; g < to; g++) {
+    const uint8_t* p = m.data + (size_t)g * blocks * bytes;
+    const float* bias = m.bias ? m.bias + g * kRows : nullptr;
+    float* o = out + g * kRows;
+    int64_t t = 0;
+    for (; t + 8 <= tokens; t += 8)
+      tile<BITS, SUBS, MINIMA, 8>(m, p, x, t, o + t * stride, stride, add, bias);
+    if (tokens - t >= 4) {
+      tile<BITS, SUBS, MINIMA, 4>(m, p, x, t, o + t * stride, stride, add, bias);
+      t += 4;
+    }
+    switch (tokens - t) {
+      case 3: tile<BITS, SUBS, MINIMA, 3>(m, p, x, t, o + t * stride, stride, add, bias); break;
+      case 2: tile<BITS, SUBS, MINIMA, 2>(m, p, x, t, o + t * stride, stride, add, bias); break;
+      case 1: tile<BITS, SUBS, MINIMA, 1>(m, p, x, t, o + t * stride, stride, add, bias); break;
+    }
+  }
+}
+
+static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
+                   bool add, int from, int to) {
+  switch (m.bits * 4 + (m.subblocks - 1) * 2 + m.minima) {
+    case 16: return rows16<4, 1, false>(m, x, tokens, out, stride, add, from, to);
+    case 17: return rows16<4, 1, true>(m, x, tokens, out, stride, add, from, to);
+    case 20: return rows16<5, 1, false>(m, x, tokens, out, stride, add, from, to);
+    case 21: return rows16<5, 1, true>(m, x, tokens, out, stride, add, from, to);
+    case 26: return rows16<6, 2, false>(m, x, tokens, out, stride, add, from, to);
+    case 32: return rows16<8, 1, false>(m, x, tokens, out, stride, add, from, to);
+  }
+}
+
+}  // namespace avx512
+
+const Kernels& avx512_kernels() {
+  using namespace avx512;
+  static const Kernels all = {linear, quantise, norm,  rotate, gate,
+                              halves, attend,   merge, dequantise_row};
+  return all;
+}
+
+}  // namespace native
+#endif

@@ -1,0 +1,417 @@
+// The whole forward of a step in one call: every thread runs the same sequence of parts and they
+// meet between them. How work is split among threads changes no bit: each value is made by one
+// thread in one order.
+#include <cstdlib>
+#include <cstring>
+
+#include "native.h"
+#include "pool.h"
+
+namespace native {
+
+// Grows and never shrinks, aligned for vectors; a step allocates nothing once it was as large.
+class Scratch {
+ public:
+  ~Scratch() { std::free(held_); }
+  void reserve(size_t bytes) {
+    if (bytes <= size_) return;
+    std::free(held_);
+    size_ = (bytes + (bytes >> 2) + 4095) & ~(size_t)4095;
+    held_ = std::aligned_alloc(64, size_);
+    if (!held_) size_ = 0;
+  }
+  char* data() const { return (char*)held_; }
+
+ private:
+  void* held_ = nullptr;
+  size_t size_ = 0;
+};
+
+class Cut {  // hands out pieces of a scratch; the first pass only counts
+ public:
+  explicit Cut(char* base) : base_(base) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* made = base_ ? (T*)(base_ + used_) : nullptr;
+    used_ += ((size_t)count * sizeof(T) + 63) & ~(size_t)63;
+    return made;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+static inline int64_t padded(int64_t n) { return (n + kRows - 1) / kRows * kRows; }
+
+class Runner {
+ public:
+  Runner(const Model& model, const Kernels& kernels, Pool& pool)
+      : model_(model), kernels_(kernels), pool_(pool) {}
+
+  bool forward(const Step& step) {
+    step_ = &step;
+    if (!arrange()) return false;
+    pool_.run([this](int thread) { part(thread); });
+    return true;
+  }
+
+ private:
+  struct Node {
+    int64_t table_row, cached, first, total;
+    int64_t own;  // where its own path's slots begin in own_
+  };
+
+  bool arrange() {
+    const Step& s = *step_;
+    const Model& m = model_;
+    nodes_ = s.nodes;
+    width_ = padded((int64_t)(m.heads + 2 * m.kv_heads) * m.head_dim);
+    int64_t paths = 0, longest = 1;
+    for (int64_t i = 0; i < s.nodes; i++) {
+      const int64_t b = s.row_of[i], twig = s.twig_ptr[b + 1] - s.twig_ptr[b];
+      paths += twig;
+      const int64_t total = s.prefix[b] + twig;
+      longest = total > longest ? total : longest;
+    }
+    segments_ = longest / kSegment + 2;
+    part_ = (int64_t)(m.heads / m.kv_heads) * (m.head_dim + 2);
+    Cut count(nullptr);
+    lay(count, paths);
+    scratch_.reserve(count.used());
+    if (!scratch_.data()) return false;
+    Cut cut(scratch_.data());
+    lay(cut, paths);
+    int64_t at = 0;
+    for (int64_t i = 0; i < s.nodes; i++) at = trace(i, at);
+    for (auto& ticket : tickets_) ticket.store(0);
+    return true;
+  }
+
+  void lay(Cut& cut, int64_t paths) {
+    const Model& m = model_;
+    const int64_t n = nodes_, q = (int64_t)m.heads * m.head_dim;
+    x_ = cut.take<float>(n * m.hidden);
+    y_ = cut.take<float>(n * (width_ > padded(m.hidden) ? width_ : padded(m.hidden)));
+    z_ = cut.take<float>(n * padded(2 * (int64_t)m.intermediate));
+    mixed_ = cut.take<float>(n * q);
+    parts_ = cut.take<float>(n * m.kv_heads * segments_ * part_);
+    const int64_t most = m.intermediate > q ? (m.intermediate > m.hidden ? m.intermediate : m.hidden)
+                                            : (q > m.hidden ? q : m.hidden);
+    q_ = cut.take<int8_t>(n * most);
+    scale_ = cut.take<float>(n * (most / kBlock));
+    sum_ = cut.take<int32_t>(n * (most / kBlock) * 2);
+    node_ = cut.take<Node>(n);
+    own_ = cut.take<int64_t>(paths);
+  }
+
+  // The slots of a node's own path, in order of position.
+  int64_t trace(int64_t i, int64_t at) {
+    const Step& s = *step_;
+    const int64_t b = s.row_of[i], begin = s.twig_ptr[b];
+    Node& node = node_[i];
+    node.table_row = s.row_ids[b];
+    node.own = at;
+    node.first = s.first;
+    node.cached = s.prefix[b] > s.first ? s.prefix[b] - s.first : 0;
+    if (s.chain[b]) {
+      for (int64_t j = s.node_ptr[b]; j <= i; j++)
+        own_[at++] = s.twig_slots[begin + j - s.node_ptr[b]];
+    } else {
+      for (int64_t word = 0; word < s.words; word++) {
+        uint64_t bits = (uint64_t)s.ancestors[i * s.words + word];
+        for (; bits; bits &= bits - 1)
+          own_[at++] = s.twig_slots[begin + word * 64 + __builtin_ctzll(bits)];
+      }
+    }
+    node.total = node.cached + (at - node.own);
+    return at;
+  }
+
+  Codes codes(int64_t inputs) const { return Codes{q_, scale_, sum_, inputs, inputs / kBlock}; }
+
+  // f(i) for i of [0, count), shared among the threads by turns.
+  template <typename F>
+  void shared(int thread, int64_t count, const F& f) {
+    for (int64_t i = thread; i < count; i += pool_.size()) f(i);
+    pool_.meet();
+  }
+
+  void linear(int thread, const Stack& stack, const Codes& x, int64_t tokens, float* out,
+              int64_t stride, bool add) {
+    int all = 0;
+    for (int p = 0; p < stack.count; p++) all += groups(stack.parts[p]);
+    // Pieces of some groups each, taken as they come: another program may hold one of the cores.
+    const int threads = pool_.size();
+    std::atomic<int64_t>& ticket = tickets_[turn_of(thread)];
+    const int piece = threads == 1 ? all : all / (threads * 8) > 1 ? all / (threads * 8) : 1;
+    for (;;) {
+      const int64_t from = ticket.fetch_add(piece, std::memory_order_relaxed);
+      if (from >= all) break;
+      const int to = from + piece < all ? (int)(from + piece) : all;
+      int begin = 0;
+      for (int p = 0; p < stack.count; p++) {
+        const Matrix& m = stack.parts[p];
+        const int size = groups(m);
+        const int low = from > begin ? (int)from - begin : 0;
+        const int high = to - begin < size ? to - begin : size;
+        if (low < high)
+          kernels_.linear(m, x, tokens, out + (int64_t)begin * kRows, stride, add, low, high);
+        begin += size;
+      }
+    }
+    pool_.meet();
+    if (thread == 0) ticket.store(0, std::memory_order_relaxed);
+  }
+
+  // Two tickets by turns: one is set back while the other is in use.
+  int turn_of(int thread) { return turns_[thread].value++ & 1; }
+
+  void part(int thread) {
+    const Step& s = *step_;
+    const Model& m = model_;
+    const int64_t n = s.nodes, hidden = m.hidden;
+    turns_[thread].value = 0;
+    shared(thread, n, [&](int64_t i) {
+      float* x = x_ + i * hidden;
+      kernels_.dequantise_row(m.embedding, s.tokens[i], x);
+      if (m.embed_scale != 1.0f)
+        for (int64_t j = 0; j < hidden; j++) x[j] *= m.embed_scale;
+      tap(0, i);
+    });
+    for (int layer = 0; layer < m.count; layer++) block(thread, layer);
+    // Only where logits are wanted: the final norm, and the head.
+    shared(thread, s.logits, [&](int64_t i) {
+      float* h = s.hidden_out + i * hidden;
+      kernels_.norm(x_ + s.logits_at[i] * hidden, m.norm, m.eps, hidden, h);
+      kernels_.quantise(h, codes(hidden), i);
+    });
+    if (!s.logits) return;
+    const int64_t stride = padded(m.vocab);
+    linear(thread, m.head, codes(hidden), s.logits, s.logits_out, stride, false);
+    if (m.logit_softcap > 0)
+      shared(thread, s.logits, [&](int64_t i) {
+        float* l = s.logits_out + i * stride;
+        for (int64_t j = 0; j < m.vocab; j++)
+          l[j] = __builtin_tanhf(l[j] / m.logit_softcap) * m.logit_softcap;
+      });
+  }
+
+  void tap(int boundary, int64_t i) {
+    const Step& s = *step_;
+    const int64_t hidden = model_.hidden;
+    for (int64_t t = 0; t < s.tap_count; t++)
+      if (s.taps[t] == boundary)
+        std::memcpy(s.tapped + (i * s.tap_count + t) * hidden, x_ + i * hidden, hidden * 4);
+  }
+
+  void normed(int64_t i, const float* weight) {
+    float* y = y_ + i * padded(model_.hidden);
+    kernels_.norm(x_ + i * model_.hidden, weight, model_.eps, model_.hidden, y);
+    kernels_.quantise(y, codes(model_.hidden), i);
+  }
+
+  void block(int thread, int index) {
+    const Step& s = *step_;
+    const Model& m = model_;
+    const Layer& layer = m.layers[index];
+    const int64_t n = s.nodes, hidden = m.hidden, q = (int64_t)m.heads * m.head_dim;
+    if (index == 0) shared(thread, n, [&](int64_t i) { normed(i, layer.attention_norm); });
+    linear(thread, layer.qkv, codes(hidden), n, y_, width_, false);
+    shared(thread, n, [&](int64_t i) { place(index, i); });
+    attention(thread, index);
+    shared(thread, n, [&](int64_t i) { kernels_.quantise(mixed_ + i * q, codes(q), i); });
+    join(thread, layer.out, codes(q), layer.after_attention,
+         [&](int64_t i) { normed(i, layer.mlp_norm); });
+    const int64_t inner = m.intermediate, wide = padded(2 * inner);
+    linear(thread, layer.gate_up, codes(hidden), n, z_, wide, false);
+    shared(thread, n, [&](int64_t i) {
+      float* gate = z_ + i * wide;
+      kernels_.gate(gate, gate + inner, inner, m.activation);
+      kernels_.quantise(gate, codes(inner), i);
+    });
+    const float* next = index + 1 < m.count ? m.layers[index + 1].attention_norm : nullptr;
+    join(thread, layer.down, codes(inner), layer.after_mlp, [&](int64_t i) {
+      tap(index + 1, i);
+      if (next) normed(i, next);
+    });
+  }
+
+  // x += W codes, through a norm of its own in families that have one; then `after` per node.
+  template <typename F>
+  void join(int thread, const Stack& m, const Codes& x, const float* norm, const F& after) {
+    const int64_t n = nodes_, hidden = model_.hidden, wide = padded(hidden);
+    if (norm) {
+      linear(thread, m, x, n, y_, wide, false);
+    } else {
+      linear(thread, m, x, n, x_, hidden, true);
+    }
+    shared(thread, n, [&](int64_t i) {
+      if (norm) {
+        float *y = y_ + i * wide, *to = x_ + i * hidden;
+        kernels_.norm(y, norm, model_.eps, hidden, y);
+        for (int64_t j = 0; j < hidden; j++) to[j] += y[j];
+      }
+      after(i);
+    });
+  }
+
+  // Norms of q and k, rotation, K and V into the pool; q is left scaled in y_.
+  void place(int index, int64_t i) {
+    const Step& s = *step_;
+    const Model& m = model_;
+    const Layer& layer = m.layers[index];
+    const int64_t dim = m.head_dim, kept = (int64_t)m.kv_heads * dim;
+    float* y = y_ + i * width_;
+    const float* table = layer.local && m.local_rope ? m.local_rope : m.rope;
+    const float* rotation = table + s.positions[i] * dim;
+    for (int h = 0; h < m.heads + m.kv_heads; h++) {
+      float* head = y + h * dim;
+      const float* norm = h < m.heads ? layer.q_norm : layer.k_norm;
+      if (norm) kernels_.norm(head, norm, m.eps, dim, head);
+      kernels_.rotate(head, rotation, dim);
+      if (h < m.heads)
+        for (int64_t d = 0; d < dim; d++) head[d] *= m.attention_scale;
+    }
+    const float* k = y + m.heads * dim;
+    kernels_.halves(k, kept, s.k[index] + s.slots[i] * kept);
+    kernels_.halves(k + kept, kept, s.v[index] + s.slots[i] * kept);
+  }
+
+  void attention(int thread, int index) {
+    const Step& s = *step_;
+    const Model& m = model_;
+    const Layer& layer = m.layers[index];
+    const int64_t dim = m.head_dim, kept = (int64_t)m.kv_heads * dim;
+    const int group = m.heads / m.kv_heads;
+    const int64_t q = (int64_t)m.heads * dim;
+    // Segment k of a node: its positions k * kSegment .. + kSegment.
+    shared(thread, nodes_ * m.kv_heads * segments_, [&](int64_t task) {
+      const int64_t segment = task % segments_, i = task / segments_ / m.kv_heads;
+      const int64_t kv = task / segments_ % m.kv_heads;
+      const Node& node = node_[i];
+      int64_t from = segment * kSegment - node.first, to = from + kSegment;
+      const int64_t low = seen_from(layer, node);
+      if (from < low) from = low;
+      if (to > node.total) to = node.total;
+      if (from >= to) return;
+      const int64_t* table = s.table + node.table_row * s.table_stride + node.first;
+      const Keys keys = {table, own_ + node.own, node.first, node.cached, node.total};
+      const Head head = {y_ + i * width_ + kv * group * dim, s.k[index] + kv * dim,
+                         s.v[index] + kv * dim, kept, group, (int)dim, m.attention_softcap};
+      kernels_.attend(head, keys, from, to, parts_ + task * part_);
+    });
+    shared(thread, nodes_ * m.kv_heads, [&](int64_t task) {
+      const int64_t i = task / m.kv_heads, kv = task % m.kv_heads;
+      const Node& node = node_[i];
+      const int64_t first = (node.first + seen_from(layer, node)) / kSegment;
+      const int64_t last = (node.first + node.total - 1) / kSegment;
+      kernels_.merge(parts_ + (task * segments_ + first) * part_, last - first + 1, part_, group,
+                     (int)dim, mixed_ + i * q + kv * group * dim);
+    });
+  }
+
+  // The first key a node sees: all, or the last `window`.
+  static int64_t seen_from(const Layer& layer, const Node& node) {
+    const int64_t hidden = layer.window ? node.total - layer.window : 0;
+    return hidden > 0 ? hidden : 0;
+  }
+
+  struct alignas(64) Turn {
+    int value = 0;
+  };
+
+  const Model& model_;
+  const Kernels& kernels_;
+  Pool& pool_;
+  const Step* step_ = nullptr;
+  Scratch scratch_;
+  int64_t nodes_ = 0, width_ = 0, segments_ = 0, part_ = 0;
+  float *x_ = nullptr, *y_ = nullptr, *z_ = nullptr, *mixed_ = nullptr, *parts_ = nullptr;
+  float* scale_ = nullptr;
+  int8_t* q_ = nullptr;
+  int32_t* sum_ = nullptr;
+  Node* node_ = nullptr;
+  int64_t* own_ = nullptr;
+  std::atomic<int64_t> tickets_[2] = {{0}, {0}};
+  Turn turns_[256];
+};
+
+static const Kernels* kernels_of(const char* name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has512 = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool has2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool any = !std::strcmp(name, "auto");
+  if ((any || !std::strcmp(name, "avx512")) && has512) return &avx512_kernels();
+  if ((any || !std::strcmp(name, "avx2")) && has2) return &avx2_kernels();
+  if (any || !std::strcmp(name, "generic")) return &generic_kernels();
+  return nullptr;
+#else
+  if (!std::strcmp(name, "auto") || !std::strcmp(name, "generic")) return &generic_kernels();
+  return nullptr;
+#endif
+}
+
+}  // namespace native
+
+// The C interface, for ctypes. Pointers stay the caller's.
+extern "C" {
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT int spec_native_version() { return 1; }
+
+EXPORT const char* spec_native_isa(const char* wanted) {
+  const native::Kernels* found = native::kernels_of(wanted);
+  if (!found) return "";
+#if defined(__x86_64__)
+  if (found == &native::avx512_kernels()) return "avx512";
+  if (found == &native::avx2_kernels()) return "avx2";
+#endif
+  return "generic";
+}
+
+EXPORT void* spec_native_pool(int threads) { return new native::Pool(threads > 256 ? 256 : threads); }
+
+EXPORT void spec_native_pool_free(void* pool) { delete (native::Pool*)pool; }
+
+EXPORT void* spec_native_runner(const native::Model* model, const char* isa, void* pool) {
+  const native::Kernels* kernels = native::kernels_of(isa);
+  if (!kernels) return nullptr;
+  return new native::Runner(*model, *kernels, *(native::Pool*)pool);
+}
+
+EXPORT void spec_native_runner_free(void* runner) { delete (native::Runner*)runner; }
+
+EXPORT int spec_native_forward(void* runner, const native::Step* step) {
+  return ((native::Runner*)runner)->forward(*step) ? 0 : 1;
+}
+
+// y [tokens, padded outputs] = W x, x [tokens, inputs] floats: for tests and benches.
+EXPORT int spec_native_linear(const native::Matrix* m, const float* x, int64_t tokens, float* y,
+                              const char* isa, void* pool) {
+  const native::Kernels* kernels = native::kernels_of(isa);
+  if (!kernels) return 1;
+  const int64_t blocks = m->inputs / native::kBlock;
+  std::vector<int8_t> q(tokens * m->inputs);
+  std::vector<float> scale(tokens * blocks);
+  std::vector<int32_t> sum(tokens * blocks * 2);
+  const native::Codes codes = {q.data(), scale.data(), sum.data(), m->inputs, blocks};
+  for (int64_t t = 0; t < tokens; t++) kernels->quantise(x + t * m->inputs, codes, t);
+  native::Pool& threads = *(native::Pool*)pool;
+  const int all = native::groups(*m), size = threads.size();
+  threads.run([&](int thread) {
+    kernels->linear(*m, codes, tokens, y, native::padded(m->outputs), false, all * thread / size,
+                    all * (thread + 1) / size);
+  });
+  return 0;
+}
+
+EXPORT void spec_native_row(const native::Matrix* m, int64_t row, float* out) {
+  native::generic_kernels().dequantise_row(*m, row, out);
+}
+}

@@ -1,0 +1,71 @@
+// Any processor: plain loops, in the order of sums that the other instruction sets keep.
+#include <cmath>
+
+#include "half.h"
+#include "native.h"
+
+namespace native {
+namespace generic {
+
+constexpr int kMaxGroup = 16;
+typedef float f8 __attribute__((vector_size(32)));
+
+static inline f8 from_half8(const uint16_t* p) {
+  f8 v;
+  for (int i = 0; i < 8; i++) v[i] = half_to_float(p[i]);
+  return v;
+}
+
+static inline void to_half8(f8 v, uint16_t* out) {
+  for (int i = 0; i < 8; i++) out[i] = float_to_half(v[i]);
+}
+
+#include "parts.inl"
+
+static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
+                   bool add, int from, int to) {
+  const int64_t blocks = m.inputs / kBlock;
+  const size_t bytes = block_bytes(m);
+  for (int g = from; g < to; g++) {
+    const int rows = m.outputs - g * kRows < kRows ? m.outputs - g * kRows : kRows;
+    for (int64_t t = 0; t < tokens; t++) {
+      float acc[kRows] = {};
+      const uint8_t* p = m.data + (size_t)g * blocks * bytes;
+      for (int64_t b = 0; b < blocks; b++, p += bytes) {
+        const uint16_t* scales = (const uint16_t*)p;
+        const uint16_t* minima = scales + kRows * m.subblocks;
+        const uint8_t* planes = p + 32 * m.subblocks + (m.minima ? 32 : 0);
+        const int8_t* q = x.q + t * x.inputs + b * kBlock;
+        const int32_t* whole = x.sum + (t * x.blocks + b) * 2;
+        const float dx = x.scale[t * x.blocks + b];
+        for (int r = 0; r < kRows; r++) {
+          int32_t sums[2] = {};
+          for (int step = 0; step < 8; step++)
+            for (int j = 0; j < 4; j++)
+              sums[m.subblocks == 2 ? step / 4 : 0] +=
+                  (code_at(m, planes, step, r * 4 + j) - m.zero) * q[step * 4 + j];
+          for (int s = 0; s < m.subblocks; s++)
+            acc[r] = fmaf((float)sums[s], half_to_float(scales[kRows * s + r]) * dx, acc[r]);
+          if (m.minima)
+            acc[r] = fmaf((float)(whole[0] + whole[1]), half_to_float(minima[r]) * dx, acc[r]);
+        }
+      }
+      float* o = out + t * stride + g * kRows;
+      for (int r = 0; r < rows; r++) {
+        const float made = acc[r] + (m.bias ? m.bias[g * kRows + r] : 0.0f);
+        o[r] = add ? o[r] + made : made;
+      }
+    }
+  }
+}
+
+}  // namespace generic
+
+const Kernels& generic_kernels() {
+  using namespace generic;
+  static const Kernels all = {linear, quantise, norm,  rotate, gate,
+                              halves, attend,   merge, dequantise_row};
+  return all;
+}
+
+}  // namespace native

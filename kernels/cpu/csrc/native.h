@@ -1,0 +1,124 @@
+// What the parts of the native forward share: weights as they lie in memory, one step's inputs, and
+// the table of functions that each instruction set fills. Plain C++17, no torch, no Python.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace native {
+
+constexpr int kRows = 16;      // output rows interleaved in a group
+constexpr int kBlock = 32;     // inputs that share an activation scale
+constexpr int kSegment = 256;  // positions attended to as one task
+constexpr int kChunk = 64;     // positions per update of the running softmax
+
+// A quantised matrix [outputs, inputs]. Groups of 16 rows, then blocks of 32 inputs; of each the
+// scales (16 halves per sub-block), the minima (16 halves, if any), and the codes in planes:
+// low nibbles (steps s and s + 4 of four inputs share a byte), then for 5 and 6 bits what is above.
+// A weight is scale * (code - zero), plus the minimum if there are minima.
+struct Matrix {
+  const uint8_t* data;
+  const float* bias;  // [outputs] or null
+  int32_t outputs, inputs;
+  int32_t bits;        // 4, 5, 6, 8
+  int32_t subblocks;   // scales per block of 32: 1 or 2
+  int32_t minima;      // 0 or 1
+  int32_t zero;        // code of the weight 0; with minima it is 0
+};
+
+inline size_t block_bytes(const Matrix& m) {
+  const size_t codes = m.bits == 8 ? 512 : m.bits == 6 ? 384 : m.bits == 5 ? 320 : 256;
+  return codes + 32u * m.subblocks + (m.minima ? 32u : 0u);
+}
+
+inline int groups(const Matrix& m) { return (m.outputs + kRows - 1) / kRows; }
+
+// Activations of n tokens, quantised: codes [n, inputs], per block of 32 a scale and the sums of the
+// codes of its halves.
+struct Codes {
+  int8_t* q;
+  float* scale;  // [n, blocks]
+  int32_t* sum;  // [n, 2 * blocks]
+  int64_t inputs, blocks;
+};
+
+// Matrices one below the other, each of its own quantisation; all but the last have a multiple of 16
+// outputs.
+struct Stack {
+  const Matrix* parts;
+  int32_t count;
+};
+
+struct Layer {
+  Stack qkv, out, gate_up, down;
+  const float *attention_norm, *mlp_norm;        // [hidden]; already 1 + w where the family says so
+  const float *after_attention, *after_mlp;      // [hidden] or null
+  const float *q_norm, *k_norm;                  // [head_dim] or null
+  int32_t window;                                // 0 = sees everything
+  int32_t local;                                 // takes the second rotation
+};
+
+struct Model {
+  const Layer* layers;
+  int32_t count, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+  int32_t activation;  // 0 silu, 1 gelu, 2 gelu by tanh
+  float eps, attention_scale, attention_softcap, logit_softcap, embed_scale;
+  const float* norm;
+  Matrix embedding;
+  Stack head;
+  const float *rope, *local_rope;  // [positions, head_dim]: cosines of the half, then sines
+};
+
+// One forward. Everything is on the host; indices are int64 as in cache/batch.py.
+struct Step {
+  int64_t nodes, rows, logits, words, table_stride, first;
+  const int64_t *tokens, *positions, *slots, *row_of, *ancestors, *logits_at;
+  const int64_t *node_ptr, *twig_ptr, *twig_slots, *row_ids, *prefix, *chain;
+  const int64_t* table;
+  uint16_t* const* k;  // per layer [slots, kv_heads, head_dim] halves
+  uint16_t* const* v;
+  const int32_t* taps;  // boundaries wanted
+  int64_t tap_count;
+  float* tapped;        // [nodes, tap_count * hidden]
+  float* logits_out;    // [logits, vocab]
+  float* hidden_out;    // [logits, hidden]
+};
+
+// One node's keys in order of their positions: `cached` slots of the table from `first` on, then
+// the slots of its own path.
+struct Keys {
+  const int64_t* table;
+  const int64_t* own;
+  int64_t first, cached, total;  // positions first.. of `total` keys in all
+};
+
+struct Head {  // attention of one node and one K/V head over one segment
+  const float* q;                // [group, dim], scaled
+  const uint16_t *k, *v;         // of this head; `stride` halves from slot to slot
+  int64_t stride;
+  int32_t group, dim;
+  float softcap;
+};
+
+// Filled once per instruction set; bits do not depend on how many tokens are passed.
+struct Kernels {
+  // out[t * out_stride + row] (+)= W x, for groups [from, to)
+  void (*linear)(const Matrix&, const Codes&, int64_t tokens, float* out, int64_t out_stride,
+                 bool add, int from, int to);
+  void (*quantise)(const float* x, const Codes&, int64_t token);
+  void (*norm)(const float* x, const float* weight, float eps, int64_t size, float* out);
+  void (*rotate)(float* x, const float* rotation, int64_t dim);
+  void (*gate)(float* gate, const float* up, int64_t size, int activation);
+  void (*halves)(const float* x, int64_t size, uint16_t* out);
+  // out: [group][dim] sums, then [group] maxima, then [group] denominators
+  void (*attend)(const Head&, const Keys&, int64_t from, int64_t to, float* out);
+  void (*merge)(const float* parts, int64_t count, int64_t stride, int group, int dim, float* out);
+  void (*dequantise_row)(const Matrix&, int64_t row, float* out);
+};
+
+const Kernels& generic_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace native

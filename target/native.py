@@ -1,0 +1,310 @@
+"""The transformer of target/model.py as compiled code: quantised weights, one call per forward.
+
+`load_native` repacks a checkpoint's own quantisation for kernels/cpu; `NativeTransformer` stands
+where a `Transformer` does. K and V are kept in float16. A token's bits do not depend on what else a
+step computes (see kernels/cpu/csrc), so speculation on equals off here as well. Knows tensor names
+and blocks; not how a product is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import c_int32, c_void_p
+
+import torch
+from torch import Tensor
+
+from spec_serve.cache.batch import TreeBatch
+from spec_serve.cache.pool import KVSpec, LayerKV
+from spec_serve.kernels.base import AttentionPlan
+from spec_serve.kernels.cpu import native
+from spec_serve.kernels.cpu.attention import NativePlan
+from spec_serve.kernels.cpu.native import PackedMatrix, Pool
+from spec_serve.kernels.cpu.quantise import QUANTISERS
+from spec_serve.target.config import ConfigError, ModelConfig
+from spec_serve.target.model import Progress, TargetOut, layout
+from spec_serve.target.rope import inverse_frequencies
+from spec_serve.target.weights import Checkpoint
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+PLAIN_AS = "Q8_0"  # how a quantised file's few plain matrices are held
+
+
+class NativeTransformer:
+    """A decoder-only transformer in compiled code, for inference on a CPU."""
+
+    def __init__(self, config: ModelConfig, pool: Pool, isa: str) -> None:
+        self.config = config
+        self.dtype = torch.float16  # of K and V
+        self.device = torch.device("cpu")
+        self.isa = isa
+        self.quantisation = ""  # the commonest type of the matrices
+        self.nbytes = 0
+        self._pool = pool
+        self._kept: list[object] = []  # what the library points to
+        self._model = native.Model()
+        self._step = native.Step()
+        self._positions = 0  # that the rotation tables reach
+        self._rope: list[Tensor] = []
+        self._runner = 0
+        self._free: Callable[[], object] = lambda: None
+        self._layers: tuple[int, object, object] | None = None
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """K/V each layer keeps per token."""
+        config = self.config
+        return (KVSpec(config.kv_heads, config.head_dim, self.dtype),) * config.layers
+
+    @property
+    def precision(self) -> str:
+        """What the weights are, for people."""
+        return self.quantisation.lower()
+
+    @property
+    def threads(self) -> int:
+        """Threads that run a forward."""
+        return self._pool.threads
+
+    def use_threads(self, threads: int) -> None:
+        """Run forwards on so many threads from now on."""
+        if threads != self._pool.threads:
+            self._free()
+            self._pool = Pool(threads)
+            self._start()
+
+    def _start(self) -> None:
+        library = native.load()
+        made = library.spec_native_runner(self._model, self.isa.encode(), self._pool.handle)
+        assert made, self.isa
+        self._runner = made
+        self._free = weakref.finalize(self, library.spec_native_runner_free, made)
+
+    def _reach(self, positions: int) -> None:
+        """Rotation tables for so many positions, [positions, head_dim]: cosines, then sines."""
+        if positions <= self._positions:
+            return
+        config = self.config
+        count = min(max(positions, 2 * self._positions, 512), max(positions, config.max_context))
+        self._rope = []
+        for rope in (config.rope, config.local_rope):
+            if rope is None:
+                break
+            angles = torch.outer(
+                torch.arange(count, dtype=torch.float32), inverse_frequencies(rope, config.head_dim)
+            )
+            table = torch.cat((angles.cos(), angles.sin()), 1).mul_(rope.attention_factor)
+            self._rope.append(table.contiguous())
+        self._positions = count
+        self._model.rope = self._rope[0].data_ptr()
+        self._model.local_rope = self._rope[1].data_ptr() if len(self._rope) > 1 else None
+
+    def _pointers(self, layers: Sequence[LayerKV]) -> tuple[object, object]:
+        """Arrays of the layers' K and V pointers; made anew only for another pool."""
+        first = layers[0].k.data_ptr()
+        if self._layers is None or self._layers[0] != first:
+            assert all(kv.k.dtype == self.dtype for kv in layers)
+            kind = c_void_p * len(layers)
+            keys = kind(*(kv.k.data_ptr() for kv in layers))
+            self._layers = (first, keys, kind(*(kv.v.data_ptr() for kv in layers)))
+        return self._layers[1:]
+
+    def forward(
+        self,
+        batch: TreeBatch,
+        layers: Sequence[LayerKV],
+        plan: AttentionPlan,
+        taps: tuple[int, ...] = (),
+    ) -> TargetOut:
+        """Run a batch, writing the nodes' K/V into `layers` (one per block) at batch.slots.
+
+        plan: of kernels/cpu's backend. taps: boundaries wanted, in the order in which they are
+        returned; ValueError outside 0..L.
+        """
+        config = self.config
+        for tap in taps:
+            if not 0 <= tap <= config.layers:
+                raise ValueError(f"taps: boundary {tap} is outside 0..{config.layers}")
+        assert isinstance(plan, NativePlan), "this model needs the backend of kernels/cpu"
+        nodes, wanted = len(batch), batch.logits_at.shape[0]
+        self._reach(int(batch.positions.max()) + 1)
+        stride = -(-config.vocab // native.ROWS) * native.ROWS
+        logits = torch.empty(wanted, stride)
+        hidden = torch.empty(wanted, config.hidden)
+        tapped = torch.empty(nodes, len(taps) * config.hidden) if taps else None
+        step, table = self._step, plan.table
+        step.nodes, step.rows, step.logits = nodes, batch.rows, wanted
+        step.words, step.table_stride = batch.ancestors.shape[1], table.stride(0)
+        step.first = plan.first
+        for name in (
+            "tokens", "positions", "slots", "row_of", "ancestors", "logits_at", "node_ptr",
+            "twig_ptr", "twig_slots", "row_ids", "prefix", "chain",
+        ):  # fmt: skip
+            setattr(step, name, _whole(getattr(batch, name)))
+        step.table = table.data_ptr()
+        k, v = self._pointers(layers)
+        step.k, step.v = ctypes.cast(k, c_void_p), ctypes.cast(v, c_void_p)  # type: ignore[arg-type]
+        wishes = (c_int32 * max(len(taps), 1))(*taps)
+        step.taps, step.tap_count = ctypes.cast(wishes, c_void_p), len(taps)
+        step.tapped = None if tapped is None else tapped.data_ptr()
+        step.logits_out, step.hidden_out = logits.data_ptr(), hidden.data_ptr()
+        if native.load().spec_native_forward(self._runner, step):
+            raise MemoryError("no memory for a step of the compiled model")
+        return TargetOut(logits[:, : config.vocab], tapped, hidden)
+
+
+def _whole(tensor: Tensor) -> int:
+    assert tensor.is_contiguous() and tensor.dtype == torch.int64
+    return tensor.data_ptr()
+
+
+def unfit(checkpoint: Checkpoint, quantize: str = "none") -> str:
+    """Why a checkpoint can't run as compiled code; "" if it can."""
+    try:
+        native.load()
+    except native.NativeUnavailable as error:
+        return f"compiled kernels: {error}"
+    config = ModelConfig.from_checkpoint_config(checkpoint.config)
+    shapes = layout(checkpoint, config).shapes
+    kinds = {checkpoint.kind(name) for name, shape in shapes.items() if len(shape) == 2}
+    if quantize == "none" and not kinds & set(native.FORMS):
+        return "the weights are not quantised"
+    if other := sorted(kinds - set(native.FORMS) - {"F32", "F16", "BF16"}):
+        return f"{other[0]}: not a quantisation of the kernels"
+    group, rest = divmod(config.heads, config.kv_heads)
+    if rest or group > native.MOST_GROUP:
+        return f"{config.heads} query heads over {config.kv_heads} K/V heads"
+    if config.head_dim % 16:
+        return f"heads of {config.head_dim}"
+    q = config.heads * config.head_dim
+    for inputs in (config.hidden, config.intermediate, q):
+        if inputs % native.BLOCK:
+            return f"matrices of {inputs} inputs"
+    if config.intermediate % native.ROWS or (config.kv_heads * config.head_dim) % native.ROWS:
+        return "matrices whose parts are no multiple of 16"
+    return ""
+
+
+class _Builder:
+    """Reads and repacks, tensor by tensor."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, model: NativeTransformer, pool: Pool, quantize: str,
+        progress: Progress | None, total: int,
+    ) -> None:  # fmt: skip
+        self._checkpoint, self._model, self._pool = checkpoint, model, pool
+        self._quantize = quantize.upper() if quantize != "none" else ""
+        self._progress, self._total, self._done = progress, total, 0
+        self.kinds: dict[str, int] = {}
+
+    def packed(self, name: str, bias: str | None = None) -> PackedMatrix:
+        """A matrix in the kernels' layout."""
+        outputs, inputs = self._checkpoint.shape(name)
+        kind = self._checkpoint.kind(name)
+        rows = None
+        if kind in native.FORMS:
+            raw, rows = self._checkpoint.encoded(name)
+        else:
+            kind = self._quantize or PLAIN_AS
+            raw = QUANTISERS[kind](self._checkpoint.tensor(name, torch.float32))
+        held = None if bias is None else self._checkpoint.tensor(bias, torch.float32)
+        made = PackedMatrix(kind, raw, outputs, inputs, self._pool, held, rows)
+        self.kinds[kind] = self.kinds.get(kind, 0) + outputs * inputs
+        self._model.nbytes += made.nbytes
+        self._model._kept.append(made)
+        self._done += outputs * inputs
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return made
+
+    def stack(self, layer: str, names: Sequence[str], bias: bool) -> native.Stack:
+        """Matrices one below the other."""
+        parts = [
+            self.packed(f"{layer}{name}.weight", f"{layer}{name}.bias" if bias else None)
+            for name in names
+        ]
+        return self.stacked(parts)
+
+    def stacked(self, parts: Sequence[PackedMatrix]) -> native.Stack:
+        """The same of matrices that are there."""
+        array = (native.Matrix * len(parts))(*(part.matrix for part in parts))
+        self._model._kept.append(array)
+        return native.Stack(array, len(parts))
+
+    def vector(self, name: str) -> int:
+        """Address of a norm's weights in float32, with 1 added where the family does."""
+        held = self._checkpoint.tensor(name, torch.float32).contiguous()
+        if self._model.config.zero_centred:
+            held = held + 1.0
+        self._model._kept.append(held)
+        self._model.nbytes += held.numel() * 4
+        return held.data_ptr()
+
+
+def load_native(
+    checkpoint: Checkpoint,
+    threads: int = 0,
+    quantize: str = "none",
+    progress: Progress | None = None,
+    isa: str = "auto",
+) -> NativeTransformer:
+    """Build the model a checkpoint describes from its quantised weights.
+
+    threads: 0 = as many as torch has. quantize: how plain weights are held ("q8_0", "q4_0", ...).
+    Raises ConfigError naming the tensor or the reason (see `unfit`).
+    """
+    if reason := unfit(checkpoint, quantize):
+        raise ConfigError(reason)
+    config = ModelConfig.from_checkpoint_config(checkpoint.config)
+    pool = Pool(threads or torch.get_num_threads())
+    model = NativeTransformer(config, pool, native.isa(isa))
+    found = layout(checkpoint, config)
+    prefix = found.prefix
+    total = sum(shape[0] * shape[1] for shape in found.shapes.values() if len(shape) == 2)
+    builder = _Builder(checkpoint, model, pool, quantize, progress, total)
+    packed = builder.packed(prefix + "embed_tokens.weight")
+    raw = model._model
+    raw.embedding = packed.matrix
+    raw.head = builder.stacked([packed if found.head is None else builder.packed(found.head)])
+    raw.norm = builder.vector(prefix + "norm.weight")
+    layers = (native.Layer * config.layers)()
+    for i in range(config.layers):
+        _fill(layers[i], config, builder, f"{prefix}layers.{i}.", i)
+    model._kept.append(layers)
+    raw.layers, raw.count = layers, config.layers
+    raw.hidden, raw.intermediate, raw.vocab = config.hidden, config.intermediate, config.vocab
+    raw.heads, raw.kv_heads, raw.head_dim = config.heads, config.kv_heads, config.head_dim
+    raw.activation = ACTIVATIONS[config.activation]
+    raw.eps, raw.attention_scale = config.eps, config.attention_scale
+    raw.attention_softcap = config.attention_softcap or 0.0
+    raw.logit_softcap = config.logit_softcap or 0.0
+    raw.embed_scale = config.embed_scale
+    model.quantisation = max(builder.kinds, key=lambda kind: builder.kinds[kind])
+    model._reach(1)
+    model._start()
+    return model
+
+
+def _fill(layer: native.Layer, config: ModelConfig, builder: _Builder, name: str, i: int) -> None:
+    attention, mlp = "self_attn.", "mlp."
+    layer.qkv = builder.stack(
+        name, [f"{attention}{part}_proj" for part in "qkv"], config.qkv_bias
+    )
+    layer.out = builder.stack(name, [attention + "o_proj"], config.o_bias)
+    layer.gate_up = builder.stack(name, [mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias)
+    layer.down = builder.stack(name, [mlp + "down_proj"], config.mlp_bias)
+    layer.attention_norm = builder.vector(name + "input_layernorm.weight")
+    after = name + "post_attention_layernorm.weight"
+    if config.sandwich_norms:
+        layer.after_attention = builder.vector(after)
+        layer.mlp_norm = builder.vector(name + "pre_feedforward_layernorm.weight")
+        layer.after_mlp = builder.vector(name + "post_feedforward_layernorm.weight")
+    else:
+        layer.mlp_norm = builder.vector(after)
+    if config.qk_norm:
+        layer.q_norm = builder.vector(name + attention + "q_norm.weight")
+        layer.k_norm = builder.vector(name + attention + "k_norm.weight")
+    layer.window = config.windows[i] or 0
+    layer.local = int(config.windows[i] is not None and config.local_rope is not None)
