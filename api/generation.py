@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from time import monotonic
-from typing import get_args
+from typing import Any, get_args
 
 from spec_serve.api import messages as m
 from spec_serve.api.convert import Prepared, wire_field
@@ -31,14 +31,20 @@ FLOOR = -9999.0  # log-probability of the impossible, which JSON could not hold
 CODES: dict[str, m.Code] = {code: code for code in get_args(m.Code)}
 RETRY_MS = {"overloaded": 1000, "draining": 5000, "rate_limited": 1000}
 
+_NOTHING: list[Any] = []  # stands in many messages: never changed
+
 Numbered = m.Started | m.Delta | m.PromptLogprobs | m.Finished | m.Error
 
 
 class Outbox:
-    """Messages of one connection that wait to be sent. wake: called when there is something."""
+    """Messages of one connection that wait to be sent. wake: called when there is something.
+
+    direct: takes a numbered message at once, while nothing waits; None: messages wait for `take`.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
+        self.direct: Callable[[Numbered], None] | None = None
         self._waiting: list[Numbered] = []
         self._open: dict[tuple[str, int], m.Delta] = {}
         self._next: dict[str, int] = {}
@@ -57,6 +63,11 @@ class Outbox:
 
     def put(self, message: Numbered, merge: bool = False) -> None:
         """Append; a delta joins an unsent one of its choice if many wait, or if told to."""
+        direct = self.direct
+        if direct is not None and not self._waiting:
+            self._number(message)
+            direct(message)
+            return
         self._bytes += weigh(message)
         if type(message) is m.Delta:
             key = (message.gen, message.index)
@@ -94,14 +105,19 @@ class Outbox:
         self._open.clear()
         self._bytes = 0
         for message in taken:
-            gen = message.gen
-            if gen is None:
-                continue
-            message.seq = seq = self._next.get(gen, 0)
-            self._next[gen] = seq + 1
-            if type(message) is m.Error or (type(message) is m.Finished and message.last):
-                del self._next[gen]
+            self._number(message)
         return taken
+
+    def _number(self, message: Numbered) -> None:
+        gen = message.gen
+        if gen is None:
+            return
+        message.seq = seq = self._next.get(gen, 0)
+        self._next[gen] = seq + 1
+        if type(message) is m.Delta:
+            return
+        if type(message) is m.Error or (type(message) is m.Finished and message.last):
+            del self._next[gen]
 
 
 def weigh(message: Numbered) -> int:
@@ -154,6 +170,7 @@ class Generation:
         self._started = False
         wire = prepared.wire
         self._ids, self._detail = wire.ids, wire.steps
+        self._plain = wire.steps == "steps"  # the usual case: no trees, no names
         self._token_text = prepared.tokenizer.token_text
 
     def take(self, event: Event) -> None:
@@ -189,10 +206,16 @@ class Generation:
         index, step = event.index, event.step
         text = self._streams[index].push(event.tokens)
         self._tallies[index].add(step)
-        ids = event.tokens if self._ids else []
-        logprobs = self._logprobs(event.logprobs) if event.logprobs else []
-        detail = self._detail
-        steps = [self._step(step)] if detail == "steps" or detail == "tokens" else []
+        ids = event.tokens if self._ids else _NOTHING
+        logprobs = self._logprobs(event.logprobs) if event.logprobs else _NOTHING
+        if self._plain:
+            made = m.Step(
+                step.step, step.drafted, step.accepted, step.sources,
+                step.draft_us, step.verify_us, step.host_us,
+            )  # fmt: skip
+            steps = [made]
+        else:
+            steps = [self._step(step)] if self._detail == "tokens" else _NOTHING
         if text or ids or logprobs or steps:
             self._outbox.put(m.Delta(self.gen, 0, index, text, ids, logprobs, steps))
 
@@ -201,10 +224,9 @@ class Generation:
             step.step, step.drafted, step.accepted, step.sources,
             step.draft_us, step.verify_us, step.host_us,
         )  # fmt: skip
-        if self._detail == "tokens":
-            made.drafted_ids, made.drafted_parents = step.tree_tokens, step.tree_parents
-            made.drafted_text = [self._token_text(token) for token in step.tree_tokens]
-            made.drafted_sources = step.tree_sources
+        made.drafted_ids, made.drafted_parents = step.tree_tokens, step.tree_parents
+        made.drafted_text = [self._token_text(token) for token in step.tree_tokens]
+        made.drafted_sources = step.tree_sources
         return made
 
     def _finished(self, event: Finished) -> None:
@@ -271,12 +293,14 @@ class Tally:
 
     def add(self, step: StepRecord) -> None:
         """Count one step."""
+        accepted = step.accepted
         self.steps += 1
         self.drafted += step.drafted
-        self.accepted += step.accepted
-        while len(self.histogram) <= step.accepted:
-            self.histogram.append(0)
-        self.histogram[step.accepted] += 1
+        self.accepted += accepted
+        histogram = self.histogram
+        while len(histogram) <= accepted:
+            histogram.append(0)
+        histogram[accepted] += 1
 
     def summary(self) -> m.Summary:
         """mean_accepted_length: tokens per step, the target's own included."""

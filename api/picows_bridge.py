@@ -20,6 +20,7 @@ from picows.picows import WSProtocol  # type: ignore[attr-defined]
 
 from spec_serve.api import messages as m
 from spec_serve.api import websocket as ws
+from spec_serve.api.auth import Principal
 from spec_serve.api.generation import MAX_STUCK_S
 from spec_serve.api.websocket_door import Door, Entry, Headers, Refusal, header
 
@@ -45,8 +46,10 @@ _buffer = bytearray(HEAD)  # all sockets belong to one loop: a frame is made, se
 def bridge(door: Door) -> Callable[..., Handover]:
     """What uvicorn's `ws` setting takes: called for each upgraded connection."""
 
+    burst = Burst()
+
     def made(config: Any, server_state: Any, app_state: Any) -> Handover:
-        return Handover(door, server_state.connections)
+        return Handover(door, server_state.connections, burst)
 
     return made
 
@@ -54,13 +57,13 @@ def bridge(door: Door) -> Callable[..., Handover]:
 class Handover(asyncio.Protocol):
     """Stands between uvicorn's HTTP parser and picows for the length of a handshake."""
 
-    def __init__(self, door: Door, connections: set[Any]) -> None:
-        self._door, self._connections = door, connections
+    def __init__(self, door: Door, connections: set[Any], burst: Burst) -> None:
+        self._door, self.connections, self.burst = door, connections, burst
         self._inner: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        self._connections.add(self)
+        self.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         """First the head that uvicorn read, then what comes before picows has taken over."""
@@ -74,7 +77,7 @@ class Handover(asyncio.Protocol):
         if isinstance(entry, Refusal):
             self._refuse(entry)
             return
-        socket = PicowsSocket(self._door, entry, self.transport, self._connections)
+        socket = PicowsSocket(self._door, entry, self)
         self._inner = _protocol(socket, entry)
         self._inner.connection_made(self.transport)
         key = header(headers, b"sec-websocket-key") or ""
@@ -104,7 +107,7 @@ class Handover(asyncio.Protocol):
             data = data[len(part) :]
 
     def _switch(self) -> None:
-        self._connections.discard(self)
+        self.connections.discard(self)
         transport = self.transport
         if not transport.is_closing():
             # Paused, because loops choose how to read when they begin to.
@@ -127,7 +130,7 @@ class Handover(asyncio.Protocol):
         self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._connections.discard(self)
+        self.connections.discard(self)
         if self._inner is not None:
             self._inner.connection_lost(error)
 
@@ -166,24 +169,50 @@ def _protocol(socket: PicowsSocket, entry: Entry) -> Any:
     )  # fmt: skip
 
 
+class Burst:
+    """The sockets that a step gave something to: all messages are made first, then all are written.
+
+    Writing in one go costs a third less than message by message: readers are woken once.
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[PicowsSocket] = []
+
+    def add(self, socket: PicowsSocket) -> None:
+        """Flush it when this callback of the loop is over."""
+        if not self._ready:
+            socket.loop.call_soon(self._flush)
+        self._ready.append(socket)
+
+    def _flush(self) -> None:
+        ready, self._ready = self._ready, []
+        for socket in ready:
+            try:
+                socket.flush()
+            except Exception:
+                log.exception("a WebSocket could not be written to")
+                socket.transport.abort()
+
+
 class PicowsSocket(ws.Socket, picows.WSListener):
     """A socket whose messages are written in the callback that brings them."""
 
-    def __init__(
-        self, door: Door, entry: Entry, transport: asyncio.Transport, connections: set[Any]
-    ) -> None:
+    def __init__(self, door: Door, entry: Entry, handover: Handover) -> None:
         super().__init__(door, entry)
-        self.transport = transport  # uvicorn's and the server's way to a connection
-        self._connections = connections
+        self.loop = asyncio.get_running_loop()
+        self.transport = handover.transport  # uvicorn's and the server's way to a connection
+        self._connections, self._burst = handover.connections, handover.burst
         self._wire: picows.WSTransport | None = None
         self._kind = _TEXT if self.codec.text else _BINARY
         self._encode_into = self.codec.encode_into
-        self._loop = asyncio.get_running_loop()
         self._paused = False  # writing: what comes is merged in the outbox
         self._deaf = False  # reading: the client has to read first
-        self._soon = False
+        self._soon = False  # whether a flush is coming
+        self._more = False  # than what is in the buffer
+        self._frame = bytearray(HEAD)  # a message that came by `push`
+        self._framed = False
         self._held: deque[bytes | str] = deque()  # came while we were deaf
-        self._burst = 0
+        self._heard = 0  # messages in this go
         self._ponged: bytes | None = None  # waits until writing goes on
         self._parts: list[bytes] | None = None  # of a message in fragments
         self._size = 0
@@ -198,18 +227,35 @@ class PicowsSocket(ws.Socket, picows.WSListener):
             session = self.session
             if session is not None and session.overflowing:
                 self._too_slow()
-        elif self.session is not None and self.session.single and self.closing is None:
-            self._flush()
-        elif not self._soon:
-            # Several generations: one write for all that this step brings.
+            return
+        self._more = True
+        if not self._soon:
             self._soon = True
-            self._loop.call_soon(self._flush)
+            self._burst.add(self)
 
-    def _flush(self) -> None:
+    def push(self, message: m.Server) -> None:
+        """Make the frame of a message now and send it with the others of its step."""
+        if self._framed and self._wire is not None:
+            self._wire.send_reuse_external_bytearray(self._kind, self._frame, HEAD)
+        self._encode_into(message, self._frame, HEAD)
+        self._framed = True
+        if not self._soon:
+            self._soon = True
+            self._burst.add(self)
+
+    def flush(self) -> None:
+        """Send what there is."""
         self._soon = False
         wire = self._wire
         if wire is None or self._shut:
             return
+        if self._framed:
+            self._framed = False
+            wire.send_reuse_external_bytearray(self._kind, self._frame, HEAD)
+        if self._more:
+            self._flush_more(wire)
+
+    def _flush_more(self, wire: picows.WSTransport) -> None:
         while not self._paused and self.waiting:
             taken = self.take()
             if len(taken) == 1:
@@ -217,9 +263,12 @@ class PicowsSocket(ws.Socket, picows.WSListener):
                 wire.send_reuse_external_bytearray(self._kind, _buffer, HEAD)
             elif taken:
                 self._send_many(taken)
+        if self._paused:
+            return
+        self._more = False
         if self._deaf:
-            self._loop.call_soon(self._listen)
-        if self.closing is not None and not self.waiting:
+            self.loop.call_soon(self._listen)
+        if self.closing is not None:
             self._finish(self.closing)
 
     def _send_many(self, messages: list[m.Server]) -> None:
@@ -239,8 +288,9 @@ class PicowsSocket(ws.Socket, picows.WSListener):
     def pause_writing(self) -> None:
         """The client reads more slowly than we write."""
         self._paused = True
+        self._tune()
         if self._timer is None:
-            self._timer = self._loop.call_later(MAX_STUCK_S, self._too_slow)
+            self._timer = self.loop.call_later(MAX_STUCK_S, self._too_slow)
 
     def resume_writing(self) -> None:
         """It has caught up."""
@@ -251,7 +301,13 @@ class PicowsSocket(ws.Socket, picows.WSListener):
         if self._ponged is not None and self._wire is not None and not self._shut:
             self._wire.send_pong(self._ponged)
             self._ponged = None
-        self._flush()
+        self._tune()
+        self._more = True
+        self.flush()
+
+    def _tune(self) -> None:
+        if self.session is not None:
+            self.session.direct(None if self._paused else self.push)
 
     def _too_slow(self) -> None:
         if self.closing != ws.SLOW and not self._shut:
@@ -269,7 +325,7 @@ class PicowsSocket(ws.Socket, picows.WSListener):
         self._held.clear()
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(CLOSE_S, self._wire.disconnect, False)
+        self._timer = self.loop.call_later(CLOSE_S, self._wire.disconnect, False)
         if self._deaf:  # its close frame is all that is still read
             self._deaf = False
             self.transport.resume_reading()
@@ -279,6 +335,10 @@ class PicowsSocket(ws.Socket, picows.WSListener):
         self.close(ws.RESTART)
 
     # -- reading
+
+    def begin(self, principal: Principal) -> None:
+        super().begin(principal)
+        self._tune()
 
     def on_ws_connected(self, transport: picows.WSTransport) -> None:
         self._wire = transport
@@ -298,13 +358,13 @@ class PicowsSocket(ws.Socket, picows.WSListener):
 
     def on_ws_frame(self, transport: picows.WSTransport, frame: picows.WSFrame) -> None:
         try:
-            self._frame(frame)
+            self._on_frame(frame)
         except Exception:
             log.exception("a WebSocket's frame could not be handled")
             self.closing = ws.INTERNAL
             self._finish(ws.INTERNAL)
 
-    def _frame(self, frame: picows.WSFrame) -> None:
+    def _on_frame(self, frame: picows.WSFrame) -> None:
         kind = frame.msg_type
         if kind == _CLOSE:
             self._closed(frame.get_payload_as_bytes())
@@ -319,7 +379,7 @@ class PicowsSocket(ws.Socket, picows.WSListener):
         elif kind in (_TEXT, _BINARY):  # a new message before the last one's end
             self.close(ws.PROTOCOL)
         if frame.last_in_buffer:
-            self._burst = 0
+            self._heard = 0
 
     def _closed(self, payload: bytes) -> None:
         """The client's close frame: answered if it was the first."""
@@ -333,7 +393,7 @@ class PicowsSocket(ws.Socket, picows.WSListener):
         if self._timer is not None:
             self._timer.cancel()
         # Graceful, but not for ever: what waits may never be read.
-        self._timer = self._loop.call_later(CLOSE_S, wire.disconnect, False)
+        self._timer = self.loop.call_later(CLOSE_S, wire.disconnect, False)
 
     def _ping(self, payload: bytes) -> None:
         """A pong, or the newest one later: who does not read must not make us hold many."""
@@ -375,13 +435,13 @@ class PicowsSocket(ws.Socket, picows.WSListener):
             self._held.append(payload)
             return
         self.frame(payload)
-        self._burst += 1
+        self._heard += 1
         full = self.session is not None and self.session.full
-        if full or self._burst >= BURST:
+        if full or self._heard >= BURST:
             self._deaf = True
             self.transport.pause_reading()
             if not full:
-                self._loop.call_soon(self._listen)
+                self.loop.call_soon(self._listen)
 
     def _listen(self) -> None:
         """Go on with what came while we were deaf, then read again."""
@@ -392,8 +452,8 @@ class PicowsSocket(ws.Socket, picows.WSListener):
                 break
             self.frame(self._held.popleft())
         if self._held:
-            self._loop.call_soon(self._listen)
+            self.loop.call_soon(self._listen)
         elif self._deaf:
             self._deaf = False
-            self._burst = 0
+            self._heard = 0
             self.transport.resume_reading()

@@ -61,6 +61,7 @@ class Session:
         self._shelf = service.shelf
         self.resume_token = self._shelf.token()
         self._outbox = Outbox(wake)
+        self._push: Callable[[Numbered], None] | None = None
         self._control: list[m.Server] = []
         self._replay: deque[Numbered] = deque()
         self._running: dict[str, Generation | Preparing] = {}
@@ -91,10 +92,26 @@ class Session:
         """The client reads too slowly to be waited for."""
         return self._outbox.overflowing
 
-    @property
-    def single(self) -> bool:
-        """At most one generation runs: a step brings at most one message."""
-        return len(self._running) <= 1
+    def direct(self, push: Callable[[Numbered], None] | None) -> None:
+        """While at most one generation runs, hand its messages to `push` as they come.
+
+        They skip `take` then, numbered all the same; what else waits is not overtaken.
+        """
+        self._push = push
+        self._tune()
+
+    def _tune(self) -> None:
+        """Choose the shortest way that messages may take now."""
+        push = self._push
+        if push is None or len(self._running) > 1 or self._replay or self._dropped:
+            self._outbox.direct = None
+        else:
+            self._outbox.direct = self._push_kept if self._tracks else push
+
+    def _push_kept(self, message: Numbered) -> None:
+        self._keep([message])
+        if self._push is not None:
+            self._push(message)
 
     def greet(self) -> None:
         """Say hello, the first message."""
@@ -123,6 +140,7 @@ class Session:
             taken += [replay.popleft() for _ in range(min(REPLAY, len(replay)))]
             if replay:
                 return taken
+            self._tune()
         fresh = self._outbox.take()
         if self._tracks:
             self._keep(fresh)
@@ -170,6 +188,7 @@ class Session:
         self._running[gen] = preparing = Preparing(self)
         if wire.resumable and self._shelf.window_s:
             self._tracks[gen] = Track(gen, self._shelf)
+        self._tune()
         task = asyncio.create_task(self._begin(wire, preparing))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
@@ -199,6 +218,7 @@ class Session:
 
     def _over(self, gen: str) -> None:
         self._running.pop(gen, None)
+        self._tune()
 
     def _cancel(self, gen: str) -> None:
         if gen not in self._running:
@@ -230,6 +250,7 @@ class Session:
         self._dropped = True
         self._wake = self._drain
         self._outbox.wake = self._drain
+        self._tune()
         self._control.clear()
         self._replay.clear()
         kept = self._tracks if resumable else {}
@@ -313,6 +334,7 @@ class Session:
                     self._adopt(*found)
                     moved.append(gen)
         self._control += [m.Resumed(moved), *errors]
+        self._tune()
         self._wake()
 
     def yield_up(self) -> None:

@@ -52,7 +52,7 @@ class Socket:
         """The handshake is done."""
         self._door.sockets.add(self)
         if self._entry.principal is not None:
-            self._begin(self._entry.principal)
+            self.begin(self._entry.principal)
         else:
             self._late = asyncio.get_running_loop().call_later(AUTH_S, self._unauthorized, None)
 
@@ -115,7 +115,8 @@ class Socket:
 
     # --
 
-    def _begin(self, principal: Principal) -> None:
+    def begin(self, principal: Principal) -> None:
+        """The client may use the server."""
         self.session = Session(self._door.service, principal, self.wake, self.close)
         self.session.greet()
 
@@ -132,7 +133,7 @@ class Socket:
             principal = self._door.keys.check(message.api_key)
         except RequestError as error:
             return self._unauthorized(str(error))
-        self._begin(principal)
+        self.begin(principal)
 
     def _unauthorized(self, told: str | None) -> None:
         self._early.append(m.Error("unauthorized", told or "no API key came in time"))

@@ -77,4 +77,4 @@ def test_listening_to_everybody_is_warned_of(
 
     with caplog.at_level(logging.WARNING):
         uvloop.run(go())
-    assert ("no keys" in caplog.text) != own
+    assert ("unencrypted" in caplog.text) != own
