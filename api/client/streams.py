@@ -18,13 +18,17 @@ ACK_S = 0.5
 class Stream:
     """A generation that was asked for. seen: the last seq that came, -1 before the first.
 
-    left: its reader has gone, and it only waits for its end.
+    left: its reader has gone, and it only waits for its end. homes: resume tokens of the server's
+    sessions that may hold it, newest last; more than one while it is unknown whether a resume
+    arrived. asked: the one that was asked last.
     """
 
     def __init__(self, request: m.Generate) -> None:
         self.request = request
         self.seen = -1
         self.left = False
+        self.homes: list[str] = []
+        self.asked = ""
         self._acked, self._acked_at = -1, monotonic()
         self._queue: asyncio.Queue[GenerationEvent | Exception] = asyncio.Queue()
 

@@ -239,6 +239,7 @@ class Client:
 
     async def _ask(self, stream: Stream) -> None:
         if self._up or not self._resume:
+            stream.homes = [self._token]
             try:
                 await self._say(stream.request)
             except ConnectionLost:
@@ -293,13 +294,13 @@ class Client:
         if not self._resume or self._closed or self._lost not in COME_BACK:
             return False
         assert self.hello is not None
-        token, window = self.hello.resume_token, self.hello.resume_window_s
+        window = self.hello.resume_window_s
         end, delay = monotonic() + max(window, self._connect_s), FIRST_DELAY_S
         code = self._lost
         while not self._closed and monotonic() < end:
             try:
                 await self._connect()
-                await self._take_over(token)
+                await self._take_over()
             except ServerError as error:
                 if not error.retryable:
                     break
@@ -313,27 +314,34 @@ class Client:
         self._lost = code
         return False
 
-    async def _take_over(self, token: str) -> None:
-        running = {gen: s.seen for gen, s in self._streams.items() if s.request.resumable}
-        if not running:
-            return
-        if token:
-            await self._say(m.Resume(token, running))
-            for gen in running:
-                if self._streams[gen].left:
-                    await self._say(m.Cancel(gen))
-            return
-        for gen in running:
-            self._gap(gen, m.Error("resume_gap", "this server does not resume", gen=gen))
+    @property
+    def _token(self) -> str:
+        return self.hello.resume_token if self.hello is not None else ""
 
-    def _gap(self, gen: str, error: m.Error) -> None:
-        """A generation the server can't continue: begun anew if nothing of it was seen."""
-        stream = self._streams[gen]
-        if stream.seen < 0 and not stream.left and not self._closed:
-            self._aside(self._ask(stream))
-            return
-        del self._streams[gen]
-        stream.take(error)
+    async def _take_over(self) -> None:
+        """On a new socket, go on with what ran on the old one."""
+        for stream in list(self._streams.values()):
+            if stream.request.resumable:
+                await self._move(stream)
+            else:
+                del self._streams[stream.request.gen]
+                stream.fail(ConnectionLost(1006))
+
+    async def _move(self, stream: Stream) -> None:
+        """Ask for a stream at the newest home that was not asked yet."""
+        gen, token = stream.request.gen, self._token
+        homes = [home for home in stream.homes if home and home != token]
+        if homes:
+            stream.asked, stream.homes = homes[-1], [*homes, token]
+            await self._say(m.Resume(stream.asked, {gen: stream.seen}))
+            if stream.left:
+                await self._say(m.Cancel(gen))
+        elif stream.seen < 0 and not stream.left:  # nothing came of it: begin anew
+            await self._ask(stream)
+        else:
+            del self._streams[gen]
+            told = f"{gen}: what came after message {stream.seen} is not there any more"
+            stream.take(m.Error("resume_gap", told, gen=gen))
 
     def _aside(self, work: Coroutine[Any, Any, None]) -> None:
         async def done() -> None:
@@ -351,7 +359,12 @@ class Client:
         if isinstance(message, m.Draining):
             self.draining = True
             return
-        if isinstance(message, m.Hello | m.Resumed):
+        if isinstance(message, m.Hello):
+            return
+        if isinstance(message, m.Resumed):
+            for name in message.gens:
+                if name in self._streams:
+                    self._streams[name].homes = [self._token]
             return
         gen = message.gen
         stream = self._streams.get(gen) if gen is not None else None
@@ -359,7 +372,8 @@ class Client:
             if isinstance(message, m.Error):
                 self.errors.append(message)
         elif isinstance(message, m.Error) and message.code == "resume_gap" and self._resume:
-            self._gap(gen, message)
+            stream.homes = [home for home in stream.homes if home != stream.asked]
+            self._aside(self._move(stream))
         elif stream.take(message):
             self._streams.pop(gen, None)
             if isinstance(message, m.Delta):  # out of step: the server is not to go on
