@@ -266,6 +266,8 @@ def named(error: m.Error) -> tuple[str, str]:
 def status(error: m.Error) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Code, message and trailing metadata (google.rpc.Status with details) for an error."""
     code = STATUS[error.code]
+    if error.code == "engine_error" and error.retryable:  # it is being restarted
+        code = grpc.StatusCode.UNAVAILABLE
     said, field = named(error)
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
     if field:

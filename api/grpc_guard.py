@@ -8,6 +8,8 @@ once. Knows no method beyond those two lists.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -156,12 +158,16 @@ def _guarded(
                 raise  # an answer, not a failure
             except _Garbage:
                 pass
+            except grpc.aio.InternalError:
+                # What could not be sent, as the client has just left: grpc knows, and so do we.
+                raise asyncio.CancelledError from None
             except NotImplementedError:  # what generated code raises for a method left out
                 told = "this method is not served"
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, told)
             except Exception:
                 log.exception("%s failed", method)
                 error = _FAILED
-        await context.abort(*status(error))
+        with contextlib.suppress(grpc.aio.InternalError):
+            await context.abort(*status(error))
 
     return guarded

@@ -6,6 +6,7 @@ mean stands in grpc_convert.py and behind the service.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -41,6 +42,7 @@ SERVICES = (
     *([vllm_grpc.SERVICE] if vllm_grpc is not None else ()),
 )
 MAX_MESSAGE = 8 << 20
+FOLLOW_S = 0.5  # between looks at whether the engine is there
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     # Clients may ping through a long silent prefill without being told to go away.
@@ -174,7 +176,8 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         host, port = settings.host, settings.grpc_port
-        self._calls = Calls()
+        self._service, self._calls = service, Calls()
+        self._following: asyncio.Task[None] | None = None
         self.servicer = SpecServe(service, self._calls)
         self._server = grpc.aio.server(interceptors=[Guard(keys)], options=OPTIONS)
         self._health = HealthServicer()
@@ -210,8 +213,22 @@ class GrpcServer:
     async def start(self) -> None:
         """Serve, and say so."""
         await self._server.start()
+        await self._tell(True)
+        self._following = asyncio.create_task(self._follow())
+
+    async def _tell(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
         for name in ("", *(described.full_name for described in SERVICES)):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def _follow(self) -> None:
+        """Health says whether there is an engine: one in a process of its own may restart."""
+        told = True
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            if self._service.ready != told:
+                told = self._service.ready
+                await self._tell(told)
 
     async def not_serving(self) -> None:
         """Tell health watchers that this server is going away."""
@@ -219,6 +236,8 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """No new calls; running ones have grace_s seconds. Sessions are told to end."""
+        if self._following is not None:
+            self._following.cancel()
         for session in self.servicer.sessions:
             session.close()
         await self._server.stop(grace_s)

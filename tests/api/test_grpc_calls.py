@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ from spec_serve.api.grpc_stats import sample
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.spec.stats import EngineStats
-from tests.api.processes import echo_server
+from tests.api.processes import Running, echo_server
 
 
 def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
@@ -71,6 +73,64 @@ def test_who_does_not_read_is_given_up_on_and_disturbs_nobody() -> None:
                 seqs.append(event.seq)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert seqs == list(range(len(seqs))) and seqs
+
+
+def descriptors(server: Running) -> int:
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's /proc")
+def test_clients_that_vanish_at_every_event_leave_nothing_behind() -> None:
+    """By cancelling, by a deadline and by closing the connection; calls, sessions and samples."""
+    endless = pb.GenerateRequest(prompt="abc", stop=pb.Stop(ignore_eos=True))
+    asked = pb.SessionRequest(generate=pb.SessionGenerate(gen="g", request=endless))
+
+    def calls(stub: Any) -> list[Any]:
+        made = stub.Session(iter([asked]), timeout=20)
+        return [stub.Generate(endless, timeout=20), made, stub.WatchStats(pb.WatchStatsRequest())]
+
+    with echo_server({"run": 2, "pause": 0.001}) as server:
+        with grpc.insecure_channel(server.grpc) as channel:
+            stub: Any = pb_grpc.SpecServeStub(channel)
+            steady = stub.Generate(pb.GenerateRequest(prompt="steady " * 150), timeout=60)
+            next(steady)
+            before = descriptors(server)
+            for event in range(12):
+                for call in calls(stub)[: 3 if event < 2 else 2]:
+                    for _ in range(event):
+                        next(call)
+                    call.cancel()
+                with grpc.insecure_channel(
+                    server.grpc, [("grpc.use_local_subchannel_pool", 1)]
+                ) as other:
+                    for call in calls(pb_grpc.SpecServeStub(other))[:2]:  # type: ignore[no-untyped-call]
+                        for _ in range(event):
+                            next(call)
+                with pytest.raises(grpc.RpcError):
+                    list(stub.Generate(endless, timeout=0.002 * (event + 1)))
+            assert "".join(event.delta.text for event in steady) == ("steady " * 150)
+            until(lambda: not running(stub))
+            until(lambda: descriptors(server) <= before)
+            stats = stub.GetServerInfo(pb.GetServerInfoRequest()).stats
+            assert stats.finished == stats.requests
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == (0, "")
+
+
+def test_heads_too_large_are_refused() -> None:
+    with echo_server() as server, grpc.insecure_channel(server.grpc) as channel:
+        stub: Any = pb_grpc.SpecServeStub(channel)
+        for metadata in ([("x-a", "b" * (1 << 20))], [(f"x-{i}", "b" * 50) for i in range(10_000)]):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=10)
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert stub.ListModels(pb.ListModelsRequest(), timeout=10).models
+
+
+def test_what_is_lost_with_the_engine_may_be_tried_again_if_it_restarts() -> None:
+    lost = m.Error("engine_error", "restarting", retryable=True, retry_after_ms=1500)
+    assert convert.status(lost)[0] == grpc.StatusCode.UNAVAILABLE
+    assert convert.status(m.Error("engine_error", "lost"))[0] == grpc.StatusCode.INTERNAL
 
 
 def test_samples_come_at_once_and_then_at_intervals() -> None:
