@@ -50,7 +50,9 @@ class PageServer:
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
+        if not line:
+            _, said = self.process.communicate()
+            raise AssertionError(said)
         self.port = int(re.findall(r":(\d+)/", line)[0])
 
     def kill(self) -> None:

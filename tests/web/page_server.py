@@ -15,8 +15,9 @@ from spec_serve.api.server import run_server
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.spec.request import Delta, Event
 from tests.api.echo import ByteTokens, Echo
+from tests.web.texts import long_text
 
-WORDS = "The quick brown fox jumps over the lazy dog. "
+FAST_FROM = 10_000
 
 
 class PageTokens(ByteTokens):
@@ -29,17 +30,23 @@ class PageTokens(ByteTokens):
         if last == "history?":
             last = "; ".join(f"{m['role']}: {m['content']}" for m in messages)
         elif last.startswith("long "):
-            size = int(last.removeprefix("long "))
-            line = f"{WORDS * 5}\n\n"
-            last = (line * (size // len(line) + 1))[:size]
+            last = long_text(int(last.removeprefix("long ")))
         return list(last.encode())
 
 
 class Guessing(Echo):
-    """Each step's tree: what was accepted, in two colours, and two guesses that were wrong."""
+    """Each step's tree: what was accepted, in two colours, and guesses that were wrong.
+
+    Answers of FAST_FROM tokens and more come in larger steps.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._usual = self._run
 
     def _step(self, choice: Any, events: list[Event]) -> None:
         before = len(events)
+        self._run = 50 if len(choice.request.prompt) >= FAST_FROM else self._usual
         super()._step(choice, events)
         for event in events[before:]:
             if isinstance(event, Delta):

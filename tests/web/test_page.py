@@ -7,62 +7,11 @@ Chromium; the page's own requests never leave the machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
-from tests.web.browser import (
-    CHROMIUM,
-    PageServer,
-    Reader,
-    answers,
-    browser,
-    done,
-    page_server,
-    say,
-    stored,
-)
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PageServer]:
-    """Quick: five tokens every 5 ms."""
-    with page_server({"run": 5, "pause": 0.005, "context": 60_000}) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def slow() -> Iterator[PageServer]:
-    """Slow enough to do something meanwhile: four tokens every 40 ms."""
-    with page_server({"run": 4, "pause": 0.04, "context": 60_000}) as made:
-        yield made
-
-
-def reading(chromium: Browser, server: PageServer, **context: object) -> Iterator[Reader]:
-    made = Reader(chromium.new_context(**context), server)  # type: ignore[arg-type]
-    yield made
-    made.context.close()
-    assert made.foreign == []
-    assert made.complaints == []
-
-
-@pytest.fixture
-def reader(chromium: Browser, server: PageServer) -> Iterator[Reader]:
-    yield from reading(chromium, server)
-
-
-@pytest.fixture
-def patient(chromium: Browser, slow: PageServer) -> Iterator[Reader]:
-    yield from reading(chromium, slow)
+from tests.web.browser import Reader, answers, done, say, stored
+from tests.web.texts import long_text
 
 
 def test_a_message_is_answered(reader: Reader) -> None:
@@ -209,16 +158,10 @@ def test_conversations_are_kept_renamed_and_deleted(reader: Reader) -> None:
 
 def test_a_reload_in_the_middle_goes_on(patient: Reader) -> None:
     page = patient.open()
-    say(page, "long 600")
+    say(page, "long 250")
     expect(answers(page)).to_contain_text("quick brown")
     page.reload()
     done(page)
     text = stored(page)[1]
     assert text[3] == "done"
-    assert len(text[4]) == 600 and text[4].startswith("The quick brown fox")
-    assert text[4] == stored_long(page, 600)
-
-
-def stored_long(page: Page, size: int) -> str:
-    line = "The quick brown fox jumps over the lazy dog. " * 5 + "\n\n"
-    return (line * (size // len(line) + 1))[:size]
+    assert text[4] == long_text(250)

@@ -49,6 +49,8 @@ export class Answer {
   take(message) {
     this.seq = message.seq ?? this.seq;
     this.dirty = true;
+    // Timers of hidden tabs come rarely; messages come all the same.
+    if (Date.now() - this.renewed > 2 * SAVE_MS) this.save();
     if (message.type === "started") {
       this.figures.started(message);
       this.save();  // from here on another page load can take over

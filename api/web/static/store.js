@@ -6,7 +6,7 @@
 // Knows no DOM and no server.
 
 const DATABASE = "specserve", VERSION = 1;
-export const LEASE_MS = 8000;  // a writer that says nothing for so long is gone
+export const LEASE_MS = 5000;  // a writer that says nothing for so long is gone
 
 export class Stale extends Error {}
 
