@@ -99,7 +99,8 @@ class _Answer:
         self._head = head(service, run, asked)
         self._bytes = service.tokenizer.token_bytes
         self._prompt = run.prepared[0].request.prompt
-        tools = asked.wires[0].tools
+        (self._wire,) = asked.wires
+        tools = self._wire.tools
         template = service.tokenizer.chat_template
         self._choices = [
             _Choice(parser_for(template, tools), asked.parallel) for _ in range(asked.n)
@@ -176,7 +177,7 @@ class _Answer:
                 finished.index,
                 delta,
                 reason(finished, choice.called),
-                stop_reason=matched(finished),
+                stop_reason=matched(finished, self._wire),
             )
         )
         if not self._left and not self._asked.usage_chunk:
@@ -235,7 +236,12 @@ class _Answer:
         logprobs = scores.chat(choice.logprobs, self._bytes) if self._asked.logprobs else None
         ids: list[int] | UnsetType = choice.ids if self._asked.token_ids else UNSET
         return w.ChatChoice(
-            index, message, reason(finished, choice.called), logprobs, matched(finished), ids
+            index,
+            message,
+            reason(finished, choice.called),
+            logprobs,
+            matched(finished, self._wire),
+            ids,
         )
 
 

@@ -100,7 +100,8 @@ class _Answer:
             self._left -= 1
             made = self._begin(self._index(message), message.gen)
             made.finish_reason = "length" if self._asked.nothing else reason(message)
-            made.stop_reason = None if self._asked.nothing else matched(message)
+            wire = self._asked.wires[int(message.gen)]
+            made.stop_reason = None if self._asked.nothing else matched(message, wire)
             yield made
 
     def _index(self, message: m.Delta | m.Finished) -> int:

@@ -77,7 +77,7 @@ def reason(finished: m.Finished, called: bool = False) -> w.Reason:
     return "tool_calls" if called else "stop"
 
 
-def matched(finished: m.Finished) -> int | str | None:
+def matched(finished: m.Finished, wire: m.Generate) -> int | str | None:
     """vLLM's stop_reason: the stop that was asked for; nothing for the model's own end."""
     found = finished.matched
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) or found in wire.stop_token_ids else None

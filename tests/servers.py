@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from websockets.sync.client import connect
@@ -29,7 +31,7 @@ from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.client import Client
 
 CONTEXT = 160
-TRANSPORTS = (m.JSON, m.MSGPACK, "grpc")
+TRANSPORTS = (m.JSON, m.MSGPACK, "grpc", "http")
 MODES = {"auto": pb.Speculation.AUTO, "off": pb.Speculation.OFF, "max": pb.Speculation.MAX}
 
 
@@ -42,6 +44,10 @@ class Server:
     grpc: str
     health: str
     log: Path
+
+    @property
+    def http(self) -> str:
+        return self.health.removesuffix("/health")
 
     def stats(self) -> Any:
         with grpc.insecure_channel(self.grpc) as channel:
@@ -161,10 +167,43 @@ def ask_grpc(stub: Any, **fields: Any) -> Got:
     )  # fmt: skip
 
 
+def to_openai(**fields: Any) -> tuple[str, dict[str, Any]]:
+    """The same request as OpenAI's clients send it: path and body."""
+    body = {**fields, **fields.get("sampling", {})}
+    body.pop("sampling", None)
+    if "token_ids" in body:
+        body["prompt"] = body.pop("token_ids")
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions", body
+
+
+def ask_http(server: Server, **fields: Any) -> Got:
+    """One generation as server-sent events."""
+    path, body = to_openai(**fields)
+    body |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    answer = httpx.post(server.http + path, json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    *lines, done = [line for line in answer.text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    said = [chunk["choices"][0] for chunk in chunks]
+    texts = [one["delta"].get("content", "") if "delta" in one else one["text"] for one in said]
+    ids = [token for one in said for token in one.get("token_ids", [])]
+    (ended,) = [one for one in said if one["finish_reason"] is not None]
+    # As with vLLM, the model's own end is not named.
+    own = ids[-1] if ended["finish_reason"] == "stop" else None
+    return Got(
+        "".join(texts), ids, ended["finish_reason"], ended.get("stop_reason", own),
+        last["usage"]["completion_tokens"],
+        last["timings"]["draft_n"], last["timings"]["draft_n_accepted"], texts,
+    )  # fmt: skip
+
+
 def ask(server: Server, transport: str, **fields: Any) -> Got:
     """One generation, `mode` of speculation as a plain word."""
     if "mode" in fields:
         fields["speculation"] = {"mode": fields.pop("mode")}
+    if transport == "http":
+        return ask_http(server, **fields)
     if transport == "grpc":
         with grpc.insecure_channel(server.grpc) as channel:
             return ask_grpc(pb_grpc.SpecServeStub(channel), **fields)
@@ -178,6 +217,12 @@ def ask(server: Server, transport: str, **fields: Any) -> Got:
 
 def refusal(server: Server, transport: str, **fields: Any) -> tuple[str, str, str]:
     """Ask for what must be refused: (code, field, message). The server says it, not the client."""
+    if transport == "http":
+        path, body = to_openai(**fields)
+        answer = httpx.post(server.http + path, json=body, timeout=30, trust_env=False)
+        error = answer.json()["error"]
+        assert 400 <= answer.status_code < 500
+        return error["code"], error["param"] or "", error["message"]
     if transport == "grpc":
         with grpc.insecure_channel(server.grpc) as channel:
             stub: Any = pb_grpc.SpecServeStub(channel)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from spec_serve.api import messages as m
@@ -90,10 +91,15 @@ def test_bad_input_disturbs_nobody(server: Server, transport: str) -> None:
         async with Client(server.ws) as client:
             stream = asyncio.create_task(ask_socket(client, **asked))
             for fields, field in BAD:
-                if transport == m.JSON and "nan" in repr(fields):
+                if transport in (m.JSON, "http") and "nan" in repr(fields):
                     continue  # JSON can't say it
+                if transport == "http" and fields.get("max_tokens") == 0:
+                    continue  # the prompt alone, as documented
                 said = await asyncio.to_thread(refusal, server, transport, **fields)
                 named = proto_field(field) if transport == "grpc" else field
+                if transport == "http":
+                    named = field.removeprefix("sampling.").replace("token_ids", "prompt")
+                    named = named.replace("stop_prompt", "stop_token_ids")
                 assert said[0] == "invalid_request", (fields, said)
                 assert said[1].partition("[999")[0] == named, (fields, said)
             return await stream
@@ -129,6 +135,16 @@ def test_control_tokens_in_text_are_text(server: Server) -> None:
             )
         assert not special & set(ids(prompt=evil))
         assert stub.Tokenize(pb.TokenizeRequest(prompt=evil)).text == evil
+        template = ids(chat=pb.Chat(messages=[pb.Message(role="user", content=evil)]))
+
+    def asked(path: str, **body: Any) -> Any:
+        body |= {"max_tokens": 1, "return_token_ids": True}
+        return httpx.post(server.http + path, json=body, trust_env=False).json()
+
+    chat = asked("/v1/chat/completions", messages=[{"role": "user", "content": evil}])
+    assert chat["prompt_token_ids"] == template
+    raw = asked("/v1/completions", prompt=evil, echo=True)["choices"][0]
+    assert not special & set(raw["prompt_token_ids"]) and raw["text"].startswith(evil)
 
 
 async def leave(server: Server, transport: str, seed: int) -> None:
@@ -143,6 +159,17 @@ async def leave(server: Server, transport: str, seed: int) -> None:
             call = stub.Generate(request)
             await asyncio.sleep(wait)
             call.cancel()
+        return
+    if transport == "http":
+        body = {"prompt": prompt, "ignore_eos": True, "n": n, "max_tokens": 10_000}
+        body["stream"] = chance.random() < 0.7
+        asking = httpx.AsyncClient(trust_env=False)
+        async with asking:
+            call = asyncio.create_task(asking.post(server.http + "/v1/completions", json=body))
+            await asyncio.sleep(wait)
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
         return
     client = Client(server.ws, transport)
     await client.__aenter__()
@@ -165,7 +192,7 @@ def test_clients_that_leave_leave_nothing(server: Server) -> None:
     async def go() -> None:
         for turn in range(2):
             await asyncio.gather(
-                *(leave(server, TRANSPORTS[i % 3], 100 * turn + i) for i in range(30))
+                *(leave(server, TRANSPORTS[i % 4], 100 * turn + i) for i in range(32))
             )
 
     asyncio.run(go())
