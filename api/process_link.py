@@ -53,7 +53,7 @@ class ProcessLink:
         self._stopping = asyncio.Event()
         self._gone = asyncio.Event()  # the channel has reached its end
         self._restart: asyncio.Task[None] | None = None
-        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
+        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)  # when, in monotonic seconds
         self._number = 0  # of the newest request or flush; never used twice
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}

@@ -21,11 +21,19 @@ from spec_serve.api import process_link
 from spec_serve.api import process_messages as p
 from spec_serve.api.process_child import ChildProcess, launch
 from spec_serve.api.process_link import ProcessLink
+from spec_serve.api.server import Server
 from spec_serve.api.text import StopStrings, StopWatch
 from spec_serve.spec.request import Delta, Event, Finished, Request, RequestError, Started, Stopping
 from tests.api.echo import ByteTokens
 from tests.api.echo_process import COMMAND, TESTS, echo_process
-from tests.api.serving import until
+from tests.api.serving import SETTINGS
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Starting a process takes its time on a busy machine."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.005)
 
 
 class Asked:
@@ -231,7 +239,6 @@ def test_too_many_deaths_are_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def go() -> None:
         link = ProcessLink(echo_process(), lambda: dead.append(True))
-        link._deaths = type(link._deaths)(maxlen=2)
         link.start()
         os.kill(pid(link), signal.SIGKILL)
         await until(lambda: not link.alive)
@@ -248,6 +255,38 @@ def test_too_many_deaths_are_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run(go())
     assert dead == [True]
+
+
+def test_a_server_whose_engine_keeps_dying_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_link, "MOST_DEATHS", 1)
+
+    async def go() -> None:
+        server = Server(echo_process(), ByteTokens(), SETTINGS)
+        await server.start()
+        assert server.service.ready
+        link = server.link
+        assert isinstance(link, ProcessLink)
+        os.kill(pid(link), signal.SIGKILL)
+        async with asyncio.timeout(60):
+            assert await server.until_stopped() == 1
+        await server.close()
+
+    run(go())
+
+
+def test_an_engine_that_dies_while_draining_is_not_started_again() -> None:
+    async def go() -> None:
+        dead: list[bool] = []
+        async with linked(lambda: dead.append(True), run=1, pause=0.002) as link:
+            asked = endless(link, "r")
+            await until(lambda: asked.text)
+            link.drain()
+            os.kill(pid(link), signal.SIGKILL)
+            await asked.over()
+            await until(lambda: dead)
+            assert not link.alive and not link.restarting
+
+    run(go())
 
 
 def test_stopping_while_the_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from websockets.typing import Subprotocol
 
 from spec_serve.api import messages as m
 from tests.engines import engine, tokens
-from tests.servers import TRANSPORTS, Server, ask, start
+from tests.servers import TRANSPORTS, Server, ask, refusal, start
 from tests.test_end_to_end import TOKENS
 from tests.tiny import write_tiny_model_dir
 
@@ -67,6 +69,19 @@ def ready(server: Server, path: str = "/ready") -> int:
     except urllib.error.HTTPError as error:
         with error:
             return error.code
+
+
+def completion(server: Server) -> tuple[int, str]:
+    """Status and body of an ordinary HTTP request."""
+    asked = json.dumps({"model": "tiny", "prompt": PROMPT, "max_tokens": 32}).encode()
+    kind = {"content-type": "application/json"}
+    where = server.health.replace("/health", "/v1/completions")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(where, asked, kind), timeout=20) as got:
+            return int(got.status), got.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
 
 
 def wait(true: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -118,11 +133,19 @@ def test_a_killed_engine_costs_its_requests_and_no_socket(server: Server) -> Non
 
         assert isinstance(told(), m.Hello)
         (child,) = children(server.process.pid)
+        server.wait_idle()
         os.kill(child, signal.SIGSTOP)
         for gen in ("a", "b"):
             generate(gen)
-        time.sleep(0.2)
-        os.kill(child, signal.SIGKILL)
+        with ThreadPoolExecutor() as pool:
+            call = pool.submit(refusal, server, "grpc", **ASKED)
+            web = pool.submit(completion, server)
+            wait(lambda: server.stats().waiting == 4)
+            os.kill(child, signal.SIGKILL)
+            code, _, said = call.result(20)
+            assert code == "engine_error" and "restarting" in said
+            status, body = web.result(20)
+            assert status >= 500 and "restarting" in body
         for gen in ("a", "b"):
             error = told()
             assert isinstance(error, m.Error) and error.gen == gen
@@ -157,7 +180,7 @@ def test_what_can_not_be_loaded_ends_alike(flags: tuple[str, ...], tmp_path: Pat
     assert str(tmp_path / "tokenizer.json") in said[0]
 
 
-def test_drained_by_sigterm_to_all_and_ended_by_death(model: Path, tmp_path: Path) -> None:
+def test_a_signal_to_all_drains(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path / "log", "--engine-process") as server:
         (child,) = children(server.process.pid)
         for process in (child, server.process.pid):  # as service managers do
@@ -165,7 +188,3 @@ def test_drained_by_sigterm_to_all_and_ended_by_death(model: Path, tmp_path: Pat
         assert server.process.wait(30) == 0
         assert gone(child)
         assert server.log.read_text() == ""
-    with start(model, tmp_path / "log", "--engine-process") as server:
-        (child,) = children(server.process.pid)
-        server.process.kill()
-        wait(lambda: gone(child))
