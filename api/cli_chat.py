@@ -1,7 +1,7 @@
 """`spec-serve chat`: talk to a model in the terminal, and see what speculation did for each answer.
 
-Runs the engine in this thread, as `generate` does; the history is sent whole each turn, so that
-all but the newest message comes from the prefix cache. Knows no transport.
+Runs the engine in this thread, as `generate` does, or asks a server (cli_connect.py). The history
+is sent whole each turn, so that all but the newest message comes from the prefix cache.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spec_serve.api.cli_connect import add_connection, ask, counted, failed, open_client, told
 from spec_serve.api.cli_engine import open_engine
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings, say
 from spec_serve.api.cli_generate import run, show, summary
 from spec_serve.api.cli_prompt import add_sampling, make_wire
-from spec_serve.api.messages import BadMessage
+from spec_serve.api.messages import BadMessage, Generate
 from spec_serve.api.settings import ENGINE_GROUPS, PROCESS, SettingError
+from spec_serve.client import ServerError
 
 if TYPE_CHECKING:
-    from spec_serve.spec.completion import Completion
+    from spec_serve.client import SyncClient, SyncGrpcClient
     from spec_serve.spec.engine import Engine
     from spec_serve.target.tokenizer import Tokenizer
 
@@ -33,6 +35,7 @@ def parser() -> Parser:
     """The flags of `chat`."""
     made = Parser("spec-serve chat", "Talk to a model. Greedy unless --temperature is given.", HELP)
     made.add_argument("--system", metavar="TEXT", help="begin with this system message")
+    add_connection(made)
     add_sampling(made, None)
     add_settings(made, (*ENGINE_GROUPS, PROCESS))
     return made
@@ -43,9 +46,12 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(argv)
     try:
         settings = read_settings(given)
-        settings.engine_fields()
-        mode = settings["speculation"]
+        mode, quiet = settings["speculation"], bool(settings["quiet"])
+        if given.connect is None:
+            settings.engine_fields()
         make_wire({"messages": [{"role": "user", "content": ""}]}, given, mode)
+        if given.connect is not None:
+            return connected(given, mode, quiet)
         engine, tokenizer = open_engine(settings)
     except (SettingError, BadMessage) as error:
         return fail(error)
@@ -53,9 +59,17 @@ def main(argv: Sequence[str]) -> int:
         return fail(error, 1)
     if tokenizer.chat_template is None:
         return fail("this model has no chat template; use spec-serve generate --prompt", 1)
-    if not settings["quiet"]:
-        say(HELP)
-    return Conversation(engine, tokenizer, given, mode, bool(settings["quiet"])).hold(_reader())
+    return Conversation(Local(engine, tokenizer), given, mode, quiet).hold(_reader())
+
+
+def connected(given: argparse.Namespace, mode: str, quiet: bool) -> int:
+    """Chat with a server; returns the exit code. Raises SettingError."""
+    client = open_client(given)
+    try:
+        with client as held:
+            return Conversation(Remote(held), given, mode, quiet).hold(_reader())
+    except (ServerError, OSError, TimeoutError) as error:
+        return fail(f"connect: {failed(error)}", 1)
 
 
 def _reader() -> Reader:
@@ -74,19 +88,67 @@ def _reader() -> Reader:
     return ask
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An answer, what is to be said below it, and the error it ended with."""
+
+    text: str = ""
+    told: Sequence[str] = ()
+    error: str = ""
+
+
+class Local:
+    """Answers from an engine in this thread."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+
+    def __call__(self, wire: Generate) -> Turn:
+        """Answer, shown as it comes."""
+        from spec_serve.api.convert import to_request
+
+        try:
+            prepared = to_request(wire, self._tokenizer)
+            self._engine.validate(prepared.request)
+        except ValueError as error:  # BadMessage and RequestError
+            return Turn(error=f"{error}; /reset begins afresh")
+        done, text, _ = run(self._engine, prepared, show)
+        print(flush=True)
+        if done.error is not None:
+            return Turn(text, error=str(done.error))
+        told = [summary(done)]
+        if done.steps:
+            told.append(f"tokens per step: {counted(step.accepted + 1 for step in done.steps)}")
+        return Turn(text, told)
+
+
+class Remote:
+    """Answers from a server."""
+
+    def __init__(self, client: SyncClient | SyncGrpcClient) -> None:
+        self._client = client
+
+    def __call__(self, wire: Generate) -> Turn:
+        """Answer, shown as it comes."""
+        try:
+            answer = ask(self._client, wire, show)
+        except (ServerError, OSError, TimeoutError, BadMessage) as error:
+            return Turn(error=failed(error))
+        print(flush=True)
+        return Turn(answer.text, told(answer))
+
+
 class Conversation:
     """The messages so far, and turns taken one after another."""
 
     def __init__(
         self,
-        engine: Engine,
-        tokenizer: Tokenizer,
+        answer: Callable[[Generate], Turn],
         given: argparse.Namespace,
         mode: str,
         quiet: bool = False,
     ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
+        self._answer = answer
         self._given = given
         self._mode = mode
         self._quiet = quiet
@@ -100,6 +162,8 @@ class Conversation:
 
     def hold(self, read: Reader) -> int:
         """Take turns until `read` gives None; returns the exit code."""
+        if not self._quiet:
+            say(HELP)
         while True:
             try:
                 line = read()
@@ -120,31 +184,18 @@ class Conversation:
 
     def turn(self, text: str) -> None:
         """One message and its answer. What can't be answered is not kept."""
-        from spec_serve.api.convert import to_request
-
         self.messages.append({"role": "user", "content": text})
         try:
             wire = make_wire({"messages": self.messages}, self._given, self._mode)
-            prepared = to_request(wire, self._tokenizer)
-            self._engine.validate(prepared.request)
-        except ValueError as error:  # BadMessage and RequestError
+        except BadMessage as error:
+            turn = Turn(error=f"{error}; /reset begins afresh")
+        else:
+            turn = self._answer(wire)
+        if turn.error:
             self.messages.pop()
-            say(f"error: {error}; /reset begins afresh")
+            say(f"error: {turn.error}")
             return
-        done, answer, _ = run(self._engine, prepared, show)
-        print(flush=True)
-        if done.error is not None:
-            self.messages.pop()
-            say(f"error: {done.error}")
-            return
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "assistant", "content": turn.text})
         if not self._quiet:
-            say(summary(done))
-            if done.steps:
-                say(f"tokens per step: {steps_line(done)}")
-
-
-def steps_line(done: Completion) -> str:
-    """How many steps gave how many tokens: "1 x12, 3 x4"."""
-    counts = Counter(step.accepted + 1 for step in done.steps)
-    return ", ".join(f"{tokens} x{steps}" for tokens, steps in sorted(counts.items()))
+            for line in turn.told:
+                say(line)
