@@ -128,7 +128,7 @@ def to_request(
     RequestError naming the field on the wire. May take long for long texts: not for a loop.
     """
     if wire.model and models and wire.model not in models:
-        raise RequestError("model", f"{wire.model!r} is not served here", "model_not_found")
+        raise RequestError("model", f"{wire.model[:64]!r} is not served here", "model_not_found")
     prompt = _prompt(wire, tokenizer)
     stops = StopStrings(wire.stop) if wire.stop else None
     shown = tool_markers(tokenizer) if wire.tools else frozenset[int]()

@@ -367,6 +367,8 @@ def generate(values: dict[str, Any]) -> Generate:
         made = msgspec.convert(values, Generate)
     except RecursionError:
         raise BadMessage("", "the request is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise BadMessage("", "a text holds half a surrogate pair") from None
     except msgspec.ValidationError as error:
         raise bad_message(error) from None
     finite(made)

@@ -130,6 +130,6 @@ def check_request(request: Request, info: EngineInfo, limits: Limits) -> None:
     for name in speculation.sources or ():
         if name not in info.sources:
             known = ", ".join(info.sources) or "none"
-            raise RequestError("speculation.sources", f"{name!r} is not one of: {known}")
+            raise RequestError("speculation.sources", f"{name[:64]!r} is not one of: {known}")
     _ids("speculation.prediction", speculation.prediction, vocab)
     _whole("priority", request.priority, -(2**31), 2**31 - 1)
