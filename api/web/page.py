@@ -48,7 +48,7 @@ FOREVER, ALWAYS_ASK = b"public, max-age=31536000, immutable", b"no-cache"
 
 
 class Page:
-    """The files of the page in memory. `digest`: of all of them, part of their addresses."""
+    """The page in memory. files: all but the page itself. digest: of everything, in addresses."""
 
     def __init__(self) -> None:
         found = dict(_read(files("spec_serve.api.web") / "static", ""))
@@ -57,7 +57,7 @@ class Page:
             whole.update(name.encode() + b"\0" + hashlib.sha256(found[name]).digest())
         self.digest = whole.hexdigest()[:16]
         self._index = found.pop("index.html").replace(b"{digest}", self.digest.encode())
-        self._files = found
+        self.files = found
         self._tag = f'"{self.digest}"'.encode()
 
     async def index(self, call: Call) -> None:
@@ -67,7 +67,7 @@ class Page:
     async def asset(self, call: Call) -> None:
         """A file of the page. HttpError not_found for another version's or none of ours."""
         digest, _, name = call.path.removeprefix(PREFIX).partition("/")
-        body = self._files.get(name)
+        body = self.files.get(name)
         if digest != self.digest or body is None:
             raise HttpError("not_found", "no such path")
         await self._send(call, body, name.rpartition(".")[2] if "." in name else "", FOREVER)

@@ -27,6 +27,8 @@ class PageTokens(ByteTokens):
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         last = str(messages[-1]["content"])
+        if last == "refuse this":
+            raise ValueError("the template refuses it")
         if last == "history?":
             last = "; ".join(f"{m['role']}: {m['content']}" for m in messages)
         elif last.startswith("long "):

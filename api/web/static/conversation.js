@@ -13,7 +13,7 @@ const TITLE = 60;
 
 class Busy extends Error {}
 
-const titleOf = (text) => text.replace(/[*`~]+|^[#>]+/gm, "").replace(/\s+/g, " ").trim().slice(0, TITLE);
+const titleOf = (text) => text.replace(/\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/[*`~]+|^[#>]+/gm, "").replace(/\s+/g, " ").trim().slice(0, TITLE);
 
 export class Conversation {
   // on: { changed(), step(answer), grown(), trouble(text) }
