@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spec_serve.api import logs, tls
+from spec_serve.api import kv_events, logs, tls
 from spec_serve.api.auth import configured
 from spec_serve.api.cli import command_list
 from spec_serve.api.cli_engine import open_engine, open_process
@@ -72,6 +72,7 @@ def unfit(serve: ServeSettings) -> str | None:
     try:
         configured(serve)
         tls.context(serve)
+        kv_events.addresses(serve)
     except ValueError as error:
         return str(error)
     return taken(serve.host, {"port": serve.port, "grpc-port": serve.grpc_port})

@@ -28,6 +28,8 @@ from spec_serve.api.engine_thread import EngineThread
 from spec_serve.api.grpc_server import GrpcServer
 from spec_serve.api.http import STREAM_PATH, App
 from spec_serve.api.http_limits import BoundedHttp
+from spec_serve.api.kv_events import Publisher
+from spec_serve.api.kv_feed import Feed
 from spec_serve.api.limits import Bounds
 from spec_serve.api.link import Runs
 from spec_serve.api.messages import Draining
@@ -117,6 +119,10 @@ class Server:
         if settings.otel_endpoint:
             self.traces = Traces(exporter(settings.otel_endpoint), self.service.model)
             self.link.observers.append(self.traces.observe)
+        self.feed = Feed() if settings.kv_events else None
+        self._publisher = Publisher(self.feed, settings) if self.feed is not None else None
+        if self.feed is not None:
+            self.link.cache_observers.append(self.feed.take)
         self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.service.shelf.window_s = settings.resume_window_s
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
@@ -164,8 +170,12 @@ class Server:
                 if settings.grpc_port == self.port:
                     raise ValueError(f"grpc-port: {self.port} is the HTTP port already")
                 credentials = tls.grpc_credentials(settings)
-                self.grpc = GrpcServer(self.service, settings, self.keys, credentials)
+                self.grpc = GrpcServer(
+                    self.service, settings, self.keys, credentials, self.feed
+                )
             self._http = HttpServer(_uvicorn_config(self.app, settings, self._tls))
+            if self._publisher is not None:
+                self._publisher.start()
         except BaseException:
             bound.close()
             raise
@@ -276,6 +286,8 @@ class Server:
         if not await self.link.stop():
             log.error("the engine is still in its last step")
         self.service.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self.traces is not None:
             self.traces.close()
         loop = asyncio.get_running_loop()
