@@ -41,6 +41,8 @@ ADMIN_METHODS = frozenset(
         "/vllm.grpc.engine.VllmEngine/FlushCache",
         "/vllm.grpc.engine.VllmEngine/StartProfile",
         "/vllm.grpc.engine.VllmEngine/StopProfile",
+        # It tells the tokens of everybody's prompts.
+        "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
     }
 )
 

@@ -23,6 +23,7 @@ from spec_serve.api.grpc_call import Calls, Said, abort, bad, generate, refuse
 from spec_serve.api.grpc_guard import Guard, caller
 from spec_serve.api.grpc_session import SessionCall
 from spec_serve.api.grpc_stats import samples, server_stats
+from spec_serve.api.kv_feed import Feed
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.api.server_settings import ServeSettings
@@ -165,7 +166,8 @@ class SpecServe(pb_grpc.SpecServeServicer):
 class GrpcServer:
     """A server bound to the settings' address; `port` is the real one. OSError if it is taken.
 
-    keys: what callers must present. credentials: TLS; None = none.
+    keys: what callers must present. credentials: TLS; None = none. feed: of the prefix cache's
+    changes, for gateways; None = not told.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class GrpcServer:
         settings: ServeSettings,
         keys: Keys = OPEN,
         credentials: grpc.ServerCredentials | None = None,
+        feed: Feed | None = None,
     ) -> None:
         host, port = settings.host, settings.grpc_port
         self._service, self._calls = service, Calls()
@@ -185,7 +188,7 @@ class GrpcServer:
         add(self.servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if vllm_grpc is not None:
-            vllm_grpc.register(service, self._calls, self._server)
+            vllm_grpc.register(service, self._calls, self._server, feed)
         names = [described.full_name for described in SERVICES]
         if settings.reflection:
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)

@@ -24,11 +24,13 @@ from spec_serve.api import messages as m
 from spec_serve.api.convert import GREEDY, Prepared
 from spec_serve.api.grpc_call import Calls, Said, abort, bad, generate
 from spec_serve.api.grpc_guard import caller
+from spec_serve.api.kv_feed import Feed
 from spec_serve.api.ops import Rate
 from spec_serve.api.service import Service, shown_name
 from spec_serve.api.version import __version__
 from spec_serve.api.vllm_convert import Answers, renamed
 from spec_serve.api.vllm_convert import generate as to_generate
+from spec_serve.api.vllm_events import messages
 from spec_serve.spec.request import RequestError
 
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
@@ -46,8 +48,8 @@ class HasFiles(Protocol):
 class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     """The methods of vLLM's proto, for one service."""
 
-    def __init__(self, service: Service, calls: Calls) -> None:
-        self._service, self._calls = service, calls
+    def __init__(self, service: Service, calls: Calls, feed: Feed | None = None) -> None:
+        self._service, self._calls, self._feed = service, calls, feed
         self._rate = Rate()
         self._last = 0.0
         self._archive: bytes | None = None
@@ -134,7 +136,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             server_type="vllm-grpc",
             data_parallel_size=1,
             kv_cache_dtype=info.dtype,
-            block_size=1,
+            block_size=1 if self._feed is None else self._feed.block_tokens,
             model_dtype=info.dtype,
             max_num_seqs=info.max_rows,
         )
@@ -195,8 +197,13 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Any
     ) -> None:
-        """What is stored in the prefix cache and what leaves it."""
-        await _unimplemented(context, "cache events are off (setting kv-events)")
+        """What is stored in the prefix cache and what leaves it, the present state first."""
+        feed = self._feed
+        if feed is None:
+            await _unimplemented(context, "cache events are off (setting kv-events)")
+        async for batch in feed.subscribe(request.start_sequence_number):
+            for message in messages(batch, feed.block_tokens):
+                await context.write(message)
 
 
 def archive(files: dict[str, bytes]) -> bytes:
@@ -213,6 +220,8 @@ async def _unimplemented(context: Any, said: str) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def register(service: Service, calls: Calls, server: grpc.aio.Server) -> None:
-    """Offer the interface on a server."""
-    vllm_grpc.add_VllmEngineServicer_to_server(VllmEngine(service, calls), server)
+def register(
+    service: Service, calls: Calls, server: grpc.aio.Server, feed: Feed | None = None
+) -> None:
+    """Offer the interface on a server. feed: cache events; None = off."""
+    vllm_grpc.add_VllmEngineServicer_to_server(VllmEngine(service, calls, feed), server)
