@@ -17,7 +17,7 @@ COMMANDS = {
     "generate": ("cli_generate", "answer one prompt without a server"),
     "chat": ("cli_chat", "talk to a model in the terminal"),
     "models": ("cli_models", "list, fetch, remove, convert and describe models"),
-    "bench": ("cli_bench", "measure latency, prefix cache, kernels or host time"),
+    "bench": ("cli_bench", "measure latency, load on a server, prefix cache, kernels or host time"),
     "doctor": ("cli_doctor", "what works on this machine, and why what doesn't doesn't"),
     "keys": ("cli_keys", "make API keys"),
     "config": ("cli_config", "show every setting, its value and where it comes from"),
