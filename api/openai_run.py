@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
 from types import TracebackType
 
 from spec_serve.api import messages as m
@@ -20,6 +21,7 @@ from spec_serve.api.service import Service
 from spec_serve.spec.request import RequestError
 
 LOOK_S = 1.0  # between looks at whether the client still reads
+SILENT_S = 15.0  # after which the reader is woken without news: proxies cut silent connections
 
 
 class Run:
@@ -38,6 +40,7 @@ class Run:
         self._outbox = Outbox(self._ready.set)
         self._running: dict[str, Generation] = {}
         self._guard: asyncio.Task[None] | None = None
+        self._said = monotonic()
 
     async def __aenter__(self) -> Run:
         self._call.watch()
@@ -67,6 +70,8 @@ class Run:
         service = self._service
         for i, wire in enumerate(wires):
             name = f"{self.id}-{i}" if i else self.id
+            if i:
+                await asyncio.sleep(0)  # short texts are read on the loop, which others need too
             who = self._call.principal
             try:
                 self.prepared.append(await service.prepare(wire, name, principal=who))
@@ -84,9 +89,10 @@ class Run:
     async def messages(self) -> AsyncIterator[list[Numbered]]:
         """What the engine said since the last look, until the last generation is over.
 
-        Raises HttpError when one fails or is cancelled from elsewhere, ConnectionResetError when
-        the client has gone.
+        Once it has begun, nothing now and then while it is silent. Raises HttpError when one fails
+        or is cancelled from elsewhere, ConnectionResetError when the client has gone.
         """
+        begun = False
         while True:
             await self._ready.wait()
             self._ready.clear()
@@ -98,7 +104,9 @@ class Run:
                     if i:
                         yield taken[:i]
                     raise error
-            if taken:
+            now = monotonic()
+            if taken or (begun and now - self._said > SILENT_S):
+                begun, self._said = True, now
                 yield taken
             if not self._outbox and all(made.over for made in self._running.values()):
                 return
@@ -126,5 +134,7 @@ class Run:
             if self._outbox.overflowing:
                 self._call.cut()
                 break
+            if monotonic() - self._said > SILENT_S:
+                self._ready.set()
         self.cancel()
         self._ready.set()

@@ -23,6 +23,7 @@ from spec_serve.api.service import Service
 from spec_serve.api.version import __version__
 
 DONE = b"data: [DONE]\n\n"
+ALIVE = b": still here\n\n"  # a comment, which readers of events skip
 _encode = msgspec.json.Encoder().encode
 
 
@@ -57,8 +58,8 @@ async def send(
             chunks = [event(chunk) for message in messages for chunk in read(message)]
             if not call.started:
                 await call.stream()
-            if chunks:
-                await call.chunk(b"".join(chunks))
+            if chunks or not messages:
+                await call.chunk(b"".join(chunks) or ALIVE)
     except HttpError as error:
         if not call.started:
             raise

@@ -421,3 +421,26 @@ def test_draining_ends_a_stream_with_an_error() -> None:
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
 
     asyncio.run(go())
+
+
+def test_a_silent_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spec_serve.api.openai_run.SILENT_S", 0.05)
+    monkeypatch.setattr("spec_serve.api.openai_run.LOOK_S", 0.02)
+    (answer,) = post(CHAT, user("abcdef", stream=True), engine=Echo(run=3, pause=0.2))
+    assert answer.text.count(": still here\n\n") >= 2
+    told = answer.text.replace(": still here\n\n", "")
+    assert texts(events(told)[:-1]) == {0: "abcdef"} and events(told)[-1] == "[DONE]"
+
+
+def test_a_generation_cancelled_from_elsewhere_is_told() -> None:
+    async def go() -> None:
+        async with asked(Echo(run=1, pause=0.01)) as (server, client):
+            body = user("ab", ignore_eos=True, stream=True)
+            async with client.stream("POST", CHAT, json=body) as answer:
+                pieces = answer.aiter_text()
+                seen = await anext(pieces)
+                server.link.cancel(events(seen)[0]["id"])  # as gRPC's Abort does
+                seen += "".join([piece async for piece in pieces])
+            assert events(seen)[-1]["error"]["code"] == "cancelled"
+
+    asyncio.run(go())
