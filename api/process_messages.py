@@ -7,6 +7,8 @@ how a Request and an Event become messages and again what they were. Knows no so
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -106,6 +108,13 @@ class PromptScored(msgspec.Struct, tag=1, array_like=True):
     logprobs: list[r.TokenLogprob]
 
 
+# A StepRecord's values in order: its names with every row would be most of what is sent.
+Record = tuple[
+    int, int, int, dict[str, tuple[int, int]], int, int, int, int, list[int], list[int], list[str]
+]
+_record: Callable[[r.StepRecord], Record] = attrgetter(*(f.name for f in fields(r.StepRecord)))
+
+
 class Delta(msgspec.Struct, tag=2, array_like=True):
     """Tokens of one step for one choice."""
 
@@ -113,7 +122,7 @@ class Delta(msgspec.Struct, tag=2, array_like=True):
     index: int
     tokens: list[int]
     logprobs: list[r.TokenLogprob] | None
-    step: r.StepRecord
+    step: Record
 
 
 class Finished(msgspec.Struct, tag=3, array_like=True):
@@ -250,7 +259,7 @@ def to_told(number: int, event: r.Event) -> Told:
     """An event for the server."""
     match event:
         case r.Delta():
-            return Delta(number, event.index, event.tokens, event.logprobs, event.step)
+            return Delta(number, event.index, event.tokens, event.logprobs, _record(event.step))
         case r.Finished():
             error = event.error
             return Finished(
@@ -267,7 +276,8 @@ def from_told(told: Told, request: r.Request) -> r.Event:
     """The event again, about the server's own request."""
     match told:
         case Delta():
-            return r.Delta(request, told.index, told.tokens, told.logprobs, told.step)
+            step = r.StepRecord(*told.step)
+            return r.Delta(request, told.index, told.tokens, told.logprobs, step)
         case Finished():
             error = told.error
             return r.Finished(

@@ -6,7 +6,7 @@ import asyncio
 import math
 import socket
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -113,6 +113,10 @@ def test_every_field_of_a_request_is_sent_or_stays_for_a_reason() -> None:
     watch = {f.name for f in fields(StopWatch)} - {"tokenizer"}
     sent = {f.name for f in fields(Stopping)} - {"watch"} | watch
     assert sent == set(p.Ends.__struct_fields__)
+
+
+def test_a_step_record_is_sent_as_what_it_is() -> None:
+    assert tuple(get_type_hints(StepRecord).values()) == get_args(p.Record)
 
 
 REQUEST = Request("r", [1])
