@@ -53,7 +53,7 @@ def with_field(request: dict[str, Any], field: str, value: Any) -> dict[str, Any
 
 
 def requests(random_ones: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Each field with each value, 1 MiB of text included; then so many with one to three of them."""
+    """Each field with each value, 1 MiB of text too; then so many with one to three of them."""
     plain = {"gen": "g", "prompt": "hello", "max_tokens": 3}
     for field in FIELDS:
         for value in (*VALUES, LONG):
