@@ -81,6 +81,10 @@ class Feed:
             case Cleared():
                 held.clear()
 
+    def blocks(self) -> set[int]:
+        """The hashes of all blocks that are held."""
+        return set(self._held)
+
     def since(self, seq: int) -> list[Batch] | None:
         """Batches from `seq` on; None if they are not kept any more, or were never made."""
         first = self.last + 1 - len(self._kept)
