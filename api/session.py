@@ -253,15 +253,14 @@ class Session:
         self._tune()
         self._control.clear()
         self._replay.clear()
-        kept = self._tracks if resumable else {}
+        if not (resumable and self._tracks):
+            return self.expire()
         for gen in list(self._running):
-            if gen not in kept:
+            if gen not in self._tracks:
                 self._cancel(gen)
         self._drain()
-        if kept:
+        if self._tracks:
             self._shelf.hold(self)
-        else:
-            self.expire()
 
     def expire(self) -> None:
         """Nobody came back within the window: end what runs, keep nothing."""

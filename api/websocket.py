@@ -187,7 +187,8 @@ class AsgiSocket(Socket):
                 await self._flushed.wait()
             event = await receive()
             if event["type"] == "websocket.disconnect":
-                self._code = None if event.get("code") == 1006 else event.get("code")
+                # Without a reason there was no close frame: uvicorn says 1005 to both.
+                self._code = event.get("code") if "reason" in event else None
                 return
             payload = event.get("text") if self.codec.text else event.get("bytes")
             if payload is None:

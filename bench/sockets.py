@@ -26,7 +26,7 @@ import uvloop
 from spec_serve.api import messages as m
 from spec_serve.api.server import Server
 from spec_serve.api.server_settings import ServeSettings
-from spec_serve.bench.faked import ByteText, Ticking, age_us
+from spec_serve.bench.faked import ByteText, Ticking, age_us, stamp
 from spec_serve.bench.report import table, write_json
 
 PATH = "/v1/stream"
@@ -112,7 +112,7 @@ class Reader(picows.WSListener):
         payload = frame.get_payload_as_bytes()
         message = Reader.codec.server_message(payload)
         if isinstance(message, m.Delta) and message.steps:
-            Reader.ages.append(age_us(message.steps[-1].host_us))
+            Reader.ages.append(age_us(message.steps[-1].host_us, stamp()))
             Reader.last = payload
 
 
