@@ -36,9 +36,9 @@ def stamp() -> int:
     return int(time.monotonic() * 1e6) % WRAP
 
 
-def age_us(stamped: int) -> int:
-    """How long ago that was."""
-    return (stamp() - stamped) % WRAP
+def age_us(stamped: int, now: int | None = None) -> int:
+    """How long ago that was, or how long before `now`."""
+    return ((stamp() if now is None else now) - stamped) % WRAP
 
 
 class ByteText:
