@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_serve.api.text import StopStrings
-from spec_serve.api.tool_formats import Format, Grammar, format_of
+from spec_serve.api.tool_formats import Format, format_of
+from spec_serve.api.tool_grammars import Grammar
 from spec_serve.api.tool_json import SPACE, Malformed, Scan
 
 MAX_SPACE = 64  # white space held back, as it goes where a call follows
