@@ -18,6 +18,7 @@ MSGPACK = "specserve.v1.msgpack"
 SUBPROTOCOLS = (MSGPACK, JSON)
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_BAD_WORDS, MAX_IDS = 16, 256, 64, 1024
+MAX_NAMED = 120  # characters of a wrong field's name that are told
 _INT64 = 2**63 - 1
 
 Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
@@ -384,6 +385,8 @@ def bad_message(error: msgspec.ValidationError) -> BadMessage:
     elif "field `" in said:
         inner = said.partition("field `")[2].partition("`")[0]
         name = f"{name}.{inner}" if name else inner
+    # Both may hold what the client wrote, of any length; nobody wants megabytes of it back.
+    name, said = name[:MAX_NAMED], said[: 2 * MAX_NAMED]
     return BadMessage(name.replace("[...]", ""), f"{name}: {said}" if name else said)
 
 
