@@ -97,7 +97,7 @@ class Reader:
 
     def _route(self, route: Any) -> None:
         url = route.request.url
-        if url.startswith(self.server.url) or url.startswith("data:"):
+        if url.startswith((self.server.url, "data:")):
             route.continue_()
         else:
             self.foreign.append(url)
@@ -112,7 +112,7 @@ class Reader:
         return page
 
     def _console(self, message: Any) -> None:
-        # A server that is down or wants a key shows as failed requests: those are tests of their own.
+        # A server that is down or wants a key shows as failed requests; other tests look at that.
         if message.type in ("error", "warning") and not re.search(
             r"WebSocket connection|ERR_CONNECTION|status of 401", message.text
         ):

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser
 from tests.web.browser import CHROMIUM, PageServer, Reader, browser, page_server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine")
@@ -18,14 +18,14 @@ def chromium() -> Iterator[Browser]:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[PageServer]:
     """Quick: five tokens every 5 ms."""
     with page_server({"run": 5, "pause": 0.005, "context": 60_000}) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slow() -> Iterator[PageServer]:
     """Slow enough to do something meanwhile: four tokens every 40 ms."""
     with page_server({"run": 4, "pause": 0.04, "context": 60_000}) as made:

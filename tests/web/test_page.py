@@ -1,4 +1,4 @@
-"""The chat page in a real browser: talking, stopping, editing, coming back, and what must not happen.
+"""The chat page in a real browser: talking, stopping, editing, coming back.
 
 The model is an engine that says what it was told, so that a test decides what the page gets. Needs
 Chromium; the page's own requests never leave the machine.
@@ -7,6 +7,7 @@ Chromium; the page's own requests never leave the machine.
 from __future__ import annotations
 
 import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -56,7 +57,7 @@ def test_text_streams_and_guesses_show(patient: Reader) -> None:
           }).observe(document.querySelector("#log"), { childList: true, subtree: true });
         }"""
     )
-    say(page, "A sentence that takes a while to come out, token by token, so that it can be watched.")
+    say(page, "A sentence that takes a while to come out, so that it can be watched at its work.")
     expect(page.locator("#tree svg")).to_have_attribute("aria-label", re.compile("guessed"))
     expect(page.locator("#tree .node.taken.slot-1").first).to_be_attached()
     expect(page.locator("#tree .node.left").first).to_be_attached()
@@ -67,7 +68,7 @@ def test_text_streams_and_guesses_show(patient: Reader) -> None:
     assert seen["hot"] >= 1
     expect(page.locator(".ghost")).to_have_count(0)
     colours = page.evaluate(
-        "[1, 2].map((n) => [...CSS.highlights.get(`source-${n}`)].concat([...CSS.highlights.get(`hot-${n}`)])"
+        "[1, 2].map((n) => ['source', 'hot'].flatMap((k) => [...CSS.highlights.get(`${k}-${n}`)])"
         ".map((r) => r.startContainer.data.slice(r.startOffset, r.endOffset)).join(''))"
     )
     # Of four tokens one came from the first source, two from the second, and one is the model's.
@@ -158,10 +159,10 @@ def test_conversations_are_kept_renamed_and_deleted(reader: Reader) -> None:
 
 def test_a_reload_in_the_middle_goes_on(patient: Reader) -> None:
     page = patient.open()
-    say(page, "long 250")
+    say(page, "long 160")
     expect(answers(page)).to_contain_text("quick brown")
     page.reload()
     done(page)
     text = stored(page)[1]
     assert text[3] == "done"
-    assert text[4] == long_text(250)
+    assert text[4] == long_text(160)

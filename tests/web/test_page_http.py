@@ -1,4 +1,4 @@
-"""How the chat page is served: addresses, types, caching, headers, and what is open without a key."""
+"""How the chat page is served: addresses, types, caching, headers, what is open without a key."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_the_policy_lets_nothing_in_and_nothing_out() -> None:
                 for part in headers["content-security-policy"].split(";")
             )
             assert policy["default-src"] == policy["connect-src"] == policy["style-src"] == "'self'"
-            assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+            for name in ("frame-ancestors", "base-uri", "form-action", "object-src"):
+                assert policy[name] == "'none'"
             assert policy["require-trusted-types-for"] == "'script'"
             assert not re.search(rb"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=", body)
             assert headers["referrer-policy"] == "no-referrer"

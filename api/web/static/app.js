@@ -300,7 +300,9 @@ await conversation.restore(chats);
 link.connect();
 // A tab that wrote here may be gone: then its answer is taken over.
 setInterval(async () => {
-  if (!conversation.chat?.writer || conversation.answer || conversation.elsewhere) return;
+  if (!conversation.chat?.writer || conversation.answer) return;
+  await conversation.read();
+  if (conversation.elsewhere) return;
   await conversation.restore(await store.chats());
   showComposer();
 }, 2000);
