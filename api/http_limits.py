@@ -58,9 +58,10 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if self._in_head and self._late is None:
             self._expect(HEAD_S)
-        before = self._heads
+        before, behind = self._heads, not self._in_head
         super().data_received(data)
-        if self._in_head and self._heads == before:
+        # Data that ends a body are not of a head, however large its last piece.
+        if self._in_head and self._heads == before and not behind:
             self._head += len(data)
             if self._head > MAX_HEAD:
                 self._refuse(_TOO_LARGE)

@@ -97,3 +97,17 @@ def test_a_body_in_single_bytes_is_let_through_and_not_kept() -> None:
             assert answer.startswith(b"HTTP/1.1 200 ")
 
     uvloop.run(go())
+
+
+@pytest.mark.parametrize("size", [70_000, 100_000, 200_000, 500_000])
+def test_the_last_piece_of_a_body_may_be_large(size: int) -> None:
+    async def go() -> None:
+        async with served() as (_, url):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            body = b'"' + b"x" * (size - 2) + b'"'
+            pieces = (head + b"Content-Length: %d\r\n\r\n" % size, body)
+            for _ in range(5):
+                answer, _ = await answered(url, *pieces, slowly=True)
+                assert answer.startswith(b"HTTP/1.1 400 "), answer[:100]
+
+    uvloop.run(go())
