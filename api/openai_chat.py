@@ -108,6 +108,7 @@ class _Answer:
         self._totals = Totals()
         self._left = asked.n
         self._first = True
+        self._scored: list[m.Logprob] = []
 
     # ---- streamed
 
@@ -209,6 +210,8 @@ class _Answer:
         elif type(message) is m.Finished:
             self._choices[message.index].finished = message
             self._totals.add(message)
+        elif type(message) is m.PromptLogprobs:
+            self._scored = message.logprobs
 
     def whole(self) -> w.ChatCompletion:
         """The answer, once all choices are over."""
@@ -222,6 +225,8 @@ class _Answer:
         )
         if self._asked.token_ids:
             made.prompt_token_ids = self._prompt
+        if self._asked.prompt_logprobs:
+            made.prompt_logprobs = scores.prompt(self._scored, self._bytes)
         return made
 
     def _choice(self, index: int, choice: _Choice) -> w.ChatChoice:

@@ -16,6 +16,7 @@ from spec_serve.api.calls import Call, Route
 from spec_serve.api.generation import Numbered
 from spec_serve.api.openai_convert import Asked, completions
 from spec_serve.api.openai_logprobs import TextScores, joined
+from spec_serve.api.openai_logprobs import prompt as prompt_scores
 from spec_serve.api.openai_run import Run
 from spec_serve.api.openai_stream import head, matched, reason, send
 from spec_serve.api.openai_usage import Clock, Totals
@@ -64,7 +65,7 @@ class _Answer:
         self._totals = Totals(not asked.nothing)
         self._prompt_scores: dict[str, list[m.Logprob]] = {}
         self._choices: list[_Choice] = []
-        token_bytes = service.tokenizer.token_bytes
+        self._bytes = token_bytes = service.tokenizer.token_bytes
         for i, prepared in enumerate(run.prepared):
             ids = prepared.request.prompt
             echo = ""
@@ -186,4 +187,7 @@ class _Answer:
             ids = [piece.token_ids for piece in pieces if piece.token_ids is not UNSET]
             made.token_ids = [token for part in ids for token in part]
             made.prompt_token_ids = choice.prompt
+        if self._asked.prompt_logprobs:
+            entries = self._prompt_scores.get(str(index // self._asked.n), [])
+            made.prompt_logprobs = prompt_scores(entries, self._bytes)
         return made

@@ -48,6 +48,7 @@ class Asked:
     usage_chunk: bool
     token_ids: bool
     timings: bool
+    prompt_logprobs: bool
     logprobs: bool
     parallel: bool = True
     echoes: list[str | list[int]] | None = None
@@ -90,6 +91,10 @@ def _shared(asked: w.Request, names: dict[str, str]) -> dict[str, Any]:
     if asked.speculation is not None:
         values["speculation"] = msgspec.to_builtins(asked.speculation)
         names["speculation.prediction"] = "speculation.prediction"
+    if asked.prompt_logprobs is not None:
+        if asked.stream:
+            raise refused("prompt_logprobs", "only without stream")
+        values["prompt_logprobs"] = asked.prompt_logprobs
     options = asked.stream_options
     if options is not None and not asked.stream:
         raise refused("stream_options", "only with stream")
@@ -131,6 +136,7 @@ def _asked(
         options is not None and bool(options.include_usage),
         bool(request.return_token_ids),
         bool(request.timings_per_token),
+        request.prompt_logprobs is not None,
         **more,
     )
 
@@ -242,6 +248,8 @@ def completions(request: w.CompletionRequest) -> Asked:
     if request.logprobs is not None:
         values["logprobs"] = request.logprobs
         if request.echo:
+            if request.prompt_logprobs is not None:
+                raise refused("prompt_logprobs", "echo and logprobs give them already")
             values["prompt_logprobs"] = request.logprobs
             names["prompt_logprobs"] = "logprobs"
     _predict(values, request.prediction, choices, names)

@@ -34,6 +34,17 @@ def chat(entries: Sequence[m.Logprob], token_bytes: Bytes) -> w.ChatLogprobs:
     return w.ChatLogprobs(content)
 
 
+def prompt(entries: Sequence[m.Logprob], token_bytes: Bytes) -> w.PromptLogprobs:
+    """vLLM's shape, for the prompt's tokens; entries are those from the second on."""
+    made: w.PromptLogprobs = [None]
+    for entry in entries:
+        found = {str(entry.id): w.PromptToken(entry.logprob, shown(token_bytes(entry.id)))}
+        for rank, (token, logprob, _) in enumerate(entry.top, 1):
+            found[str(token)] = w.PromptToken(logprob, shown(token_bytes(token)), rank)
+        made.append(found)
+    return made
+
+
 class TextScores:
     """The shape of text completions, made piece by piece; offsets count characters of the text."""
 

@@ -61,6 +61,7 @@ class Request(Ignored, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    prompt_logprobs: Top | None = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
 
@@ -261,6 +262,18 @@ class TextLogprobs(Answer):
     text_offset: list[int]
 
 
+class PromptToken(Answer):
+    """vLLM's shape of a token's log-probability in a prompt; rank: among the likeliest, from 1."""
+
+    logprob: float
+    decoded_token: str
+    rank: int | None = None
+
+
+# Per token of the prompt, by token id: itself and the likeliest in its place; none for the first.
+PromptLogprobs = list[dict[str, PromptToken] | None]
+
+
 class CallFunction(Answer):
     """name: in the first piece of a call only. arguments: a piece of JSON text."""
 
@@ -329,6 +342,7 @@ class TextChoice(Answer):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Head(Answer, kw_only=True):
@@ -354,6 +368,7 @@ class ChatCompletion(Tail, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatChunk(Tail, kw_only=True):

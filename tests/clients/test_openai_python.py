@@ -156,6 +156,33 @@ def test_predictions_are_counted_and_change_nothing(tiny_url: str) -> None:
         assert off["timings"]["draft_n"] == 0
 
 
+def test_a_prompt_is_scored(tiny_url: str) -> None:
+    """As evaluation harnesses do it: echo, log-probabilities, no token of its own."""
+    with client(tiny_url) as api:
+        asked: Any = {"model": "tiny", "prompt": "the rain in the"}
+        echo = api.completions.create(**asked, echo=True, logprobs=2, max_tokens=0)
+        extra = {"prompt_logprobs": 2, "return_token_ids": True}
+        other: Any = api.completions.create(**asked, max_tokens=1, extra_body=extra)
+        chat: Any = api.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=1, extra_body=extra
+        )
+    assert echo.choices[0].text == asked["prompt"] and echo.usage is not None
+    assert echo.usage.completion_tokens == 0
+    found = echo.choices[0].logprobs
+    assert found is not None and found.tokens is not None and found.token_logprobs is not None
+    assert "".join(found.tokens) == asked["prompt"]
+    first, *scores = found.token_logprobs
+    assert first is None and all(-50 < score < 0 for score in scores)
+    choice = other.choices[0]
+    ids = choice.model_extra["prompt_token_ids"]
+    nothing, *told = choice.model_extra["prompt_logprobs"]
+    assert nothing is None and len(told) == len(ids) - 1 == len(scores)
+    assert [one[str(token)]["logprob"] for one, token in zip(told, ids[1:], strict=True)] == scores
+    assert all(sorted(e.get("rank", 0) for e in one.values())[-2:] == [1, 2] for one in told)
+    extras = chat.model_extra
+    assert len(extras["prompt_logprobs"]) == len(extras["prompt_token_ids"])
+
+
 def test_case_28_leaving_a_stream_ends_it(tiny: servers.Server, tiny_url: str) -> None:
     before = tiny.wait_idle()
     with client(tiny_url) as api:
