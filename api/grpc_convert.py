@@ -12,6 +12,8 @@ import grpc
 import msgspec
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import error_details_pb2, status_pb2
 
 from spec_serve.api import messages as m
@@ -97,8 +99,26 @@ def inputs(request: pb.GenerateRequest | pb.TokenizeRequest) -> dict[str, Any]:
     return {}
 
 
+def refuse_unknown(message: Message, path: str = "") -> None:
+    """Raise BadMessage for a field this proto does not have.
+
+    Protobuf would pass over it, and with it, say, a constraint a newer client relies on.
+    """
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        name = f"{path}{unknown[0].field_number}"
+        raise m.BadMessage(name, f"{name}: this server does not know that field")
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            several = not isinstance(value, Message)
+            for i, part in enumerate(value if several else (value,)):
+                at = f"[{i}]" if several else ""
+                refuse_unknown(part, f"{path}{field.name}{at}.")
+
+
 def generate(request: pb.GenerateRequest, gen: str = "call", **more: Any) -> m.Generate:
     """Checked like a message from a WebSocket. more: of its fields. Raises BadMessage."""
+    refuse_unknown(request)
     sampling: dict[str, Any] = {field.name: value for field, value in request.sampling.ListFields()}
     bias = sampling.pop("logit_bias", None)
     if bias:

@@ -127,6 +127,50 @@ def test_heads_too_large_are_refused() -> None:
         assert stub.ListModels(pb.ListModelsRequest(), timeout=10).models
 
 
+def test_small_messages_that_grow_large_are_refused() -> None:
+    options, gzip = [("grpc.max_send_message_length", -1)], grpc.Compression.Gzip
+    with echo_server() as server:  # noqa: SIM117
+        with grpc.insecure_channel(server.grpc, options, compression=gzip) as channel:
+            stub: Any = pb_grpc.SpecServeStub(channel)
+            assert list(stub.Generate(pb.GenerateRequest(prompt="a"), timeout=10))
+            before = most_memory(server)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Generate(pb.GenerateRequest(prompt="a" * (64 << 20)), timeout=30))
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert most_memory(server) < before + (40 << 20)
+
+
+def most_memory(server: Running) -> int:
+    """Bytes ever resident; 0 where nobody says."""
+    if not os.path.exists("/proc/self/status"):
+        return 0
+    with open(f"/proc/{server.process.pid}/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def test_fields_of_a_newer_proto_are_refused_not_passed_over() -> None:
+    for inner, path in (
+        (pb.GenerateRequest, ""),
+        (pb.Sampling, "sampling."),
+        (pb.Output, "output."),
+        (pb.Speculation, "speculation."),
+    ):
+        odd = inner.FromString(b"\xa2\x06\x02hi")  # field 100
+        request = pb.GenerateRequest(prompt="a")
+        if path:
+            getattr(request, path[:-1]).MergeFrom(odd)
+        else:
+            request.MergeFrom(odd)
+        with pytest.raises(m.BadMessage) as caught:
+            convert.generate(request)
+        assert caught.value.field == f"{path}100"
+    turn = pb.Message.FromString(b"\n\x04user\x12\x02hi\xa2\x06\x01x")
+    with pytest.raises(m.BadMessage) as caught:
+        convert.generate(pb.GenerateRequest(chat=pb.Chat(messages=[turn, turn])))
+    assert caught.value.field == "chat.messages[0].100"
+    convert.generate(pb.GenerateRequest(prompt="a", sampling=pb.Sampling(logit_bias={1: 2.0})))
+
+
 def test_what_is_lost_with_the_engine_may_be_tried_again_if_it_restarts() -> None:
     lost = m.Error("engine_error", "restarting", retryable=True, retry_after_ms=1500)
     assert convert.status(lost)[0] == grpc.StatusCode.UNAVAILABLE

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from spec_serve.api import messages as m
+from spec_serve.api import traces
 from spec_serve.api.grpc_guard import Guard
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
@@ -29,7 +30,9 @@ class Context:
         raise grpc.aio.AbortError
 
 
-def call(inner: Any, data: bytes = b"", *, stream: bool = False) -> tuple[Any, Context]:
+def call(
+    inner: Any, data: bytes = b"", *, stream: bool = False, metadata: Any = ()
+) -> tuple[Any, Context]:
     """What a guarded method returns for a request, and its context."""
     make = grpc.unary_stream_rpc_method_handler if stream else grpc.unary_unary_rpc_method_handler
     handler = make(inner, pb.AbortRequest.FromString, pb.AbortResponse.SerializeToString)
@@ -39,7 +42,7 @@ def call(inner: Any, data: bytes = b"", *, stream: bool = False) -> tuple[Any, C
         return handler
 
     async def go() -> Any:
-        details = SimpleNamespace(method="/x/Y", invocation_metadata=())
+        details = SimpleNamespace(method="/x/Y", invocation_metadata=metadata)
         guarded = await Guard().intercept_service(continuation, details)
         assert guarded.response_streaming == stream
         method = guarded.unary_stream if stream else guarded.unary_unary
@@ -59,6 +62,15 @@ def test_what_is_well_passes_through(stream: bool) -> None:
     data = pb.AbortRequest(request_ids=["a"]).SerializeToString()
     answer, context = call(inner, data, stream=stream)
     assert answer == ["a"] and context.answer == ()
+
+
+def test_a_callers_span_is_known_to_the_method() -> None:
+    async def inner(request: Any, context: Any) -> Any:
+        return traces.caller.get()
+
+    parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    assert call(inner, metadata=(("traceparent", parent),))[0] == parent
+    assert call(inner)[0] is None
 
 
 def test_a_failure_is_told_without_particulars(caplog: pytest.LogCaptureFixture) -> None:
