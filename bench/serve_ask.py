@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator
+import zlib
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -52,6 +53,14 @@ class Outcome:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    digest: int = 0
+
+    def came(self, at: float, tokens: int, ids: Sequence[int] = ()) -> None:
+        """A chunk of an answer; ids: of its tokens, where they are told."""
+        self.arrivals.append((at, tokens))
+        self.tokens += tokens
+        for token in ids:
+            self.digest = zlib.crc32(token.to_bytes(4, "little"), self.digest)
 
     @property
     def first(self) -> float:
@@ -150,8 +159,7 @@ async def _note(
         async for event in held:
             if isinstance(event, m.Delta):
                 if event.ids:
-                    outcome.arrivals.append((clock(), len(event.ids)))
-                    outcome.tokens += len(event.ids)
+                    outcome.came(clock(), len(event.ids), event.ids)
                     if leave and len(outcome.arrivals) >= leave:
                         outcome.left = True
                         return
@@ -333,9 +341,7 @@ class HttpAsker:
             text = choice.get("text") or choice.get("delta", {}).get("content")
             ids = choice.get("token_ids")
             if text or ids:
-                count = len(ids) if ids else 1
-                outcome.arrivals.append((clock(), count))
-                outcome.tokens += count
+                outcome.came(clock(), len(ids) if ids else 1, ids or ())
         if usage := chunk.get("usage"):
             outcome.prompt_tokens = usage.get("prompt_tokens", 0)
             outcome.tokens = usage.get("completion_tokens", outcome.tokens)
