@@ -270,3 +270,56 @@ def test_a_phone_needs_no_sideways_scrolling(phone: Reader) -> None:
           && b.getBoundingClientRect().height < 24).map((b) => b.outerHTML)"""
     )
     assert small == []
+
+
+def test_a_full_storage_costs_no_answer(reader: Reader) -> None:
+    page = reader.open()
+    say(page, "kept")
+    done(page)
+    page.evaluate(
+        """() => {
+          window.put = IDBObjectStore.prototype.put;
+          IDBObjectStore.prototype.put = () => {
+            throw new DOMException("full", "QuotaExceededError");
+          };
+        }"""
+    )
+    say(page, "not kept")
+    done(page, 2)
+    expect(page.locator("#notice")).to_contain_text("storage is full")
+    expect(answers(page).nth(1).locator(".body")).to_have_text("not kept")
+    assert len(stored(page)) == 2
+    page.evaluate("() => { IDBObjectStore.prototype.put = window.put; }")
+    say(page, "kept again")
+    done(page, 3)
+    assert [row[4] for row in stored(page)] == ["kept"] * 2 + ["not kept"] * 2 + ["kept again"] * 2
+
+
+def test_a_browser_that_keeps_nothing_can_still_talk(reader: Reader) -> None:
+    reader.context.add_init_script(
+        "IDBFactory.prototype.open = () => { throw new DOMException('no', 'SecurityError'); };"
+    )
+    page = reader.open()
+    expect(page.locator("#notice")).to_contain_text("keeps nothing")
+    say(page, "one")
+    done(page)
+    say(page, "history?")
+    done(page, 2)
+    expect(answers(page).nth(1).locator(".body")).to_have_text(
+        "user: one; assistant: one; user: history?"
+    )
+    page.get_by_role("button", name="New conversation").click()
+    page.locator(".chat-name").click()
+    expect(page.locator(".message")).to_have_count(4)
+
+
+def test_editing_while_an_answer_is_written_stops_it(patient: Reader) -> None:
+    page = patient.open()
+    say(page, "long 5000")
+    expect(answers(page)).to_contain_text("quick brown")
+    page.locator(".message.user").get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit your message").fill("short")
+    page.get_by_label("Edit your message").press("Enter")
+    expect(page.locator(".message .body")).to_have_text(["short", "short"])
+    done(page)
+    assert [row[4] for row in stored(page)] == ["short", "short"]

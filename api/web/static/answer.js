@@ -40,6 +40,14 @@ export class Answer {
 
   stop() { this.link.cancel(this.gen); }
 
+  // Stops, and resolves once that has happened.
+  stopped() {
+    return new Promise((resolve) => {
+      this.ended = resolve;
+      this.stop();
+    });
+  }
+
   attach(view) {
     this.view = view;
     view.show({ ...this.message, text: this.text, spans: packSpans(this.spans), state: "writing" });
@@ -96,15 +104,18 @@ export class Answer {
     if (this.figures.steps) message.sum = this.figures.summary();
     delete message.live;
     if (this.view) { this.view.message = message; this.view.finish(); }
-    this.store.progress(this.chat, message, "changed").then(
-      () => this.link.ack(this.gen, this.seq), (trouble) => this.store.ontrouble(trouble),
-    );
+    if (!message.unsaved) {
+      this.store.progress(this.chat, message, "changed").then(
+        () => this.link.ack(this.gen, this.seq), (trouble) => this.store.ontrouble(trouble),
+      );
+    }
     this.on.over(this);
+    this.ended?.();
   }
 
   // Keeps what has come, with the number of its last message: text and number belong together.
   async save() {
-    if (this.over) return;
+    if (this.over || this.message.unsaved) return;
     const renew = Date.now() - this.renewed > LEASE_MS / 3;
     if (!this.dirty && !renew) return;
     this.dirty = false;

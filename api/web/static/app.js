@@ -16,6 +16,7 @@ const STATES = {
   key: "An API key is needed.", elsewhere: "Continued in another tab.",
 };
 const WHY = { waiting: "waiting for the server", connecting: "waiting for the server", key: "an API key is needed", draining: "", open: "" };
+const REMEDIES = { waiting: "Try now", key: "Enter a key", elsewhere: "Connect here" };
 const FIGURES_MS = 200, PLACE = "specserve.chat";
 
 const app = $("app"), log = $("log"), scroller = $("scroller"), input = $("input");
@@ -41,10 +42,13 @@ const link = new Link({
   onstate: async (state, detail) => {
     $("connection").textContent = STATES[state] ?? "";
     $("connection").dataset.state = state;
+    $("reconnect").textContent = REMEDIES[state] ?? "";
+    $("reconnect").hidden = !REMEDIES[state];
     for (const answer of conversation.running.values()) answer.view?.waitsFor(WHY[state] ?? "");
     showComposer();
     if (state === "key" && (await askKey(detail === "wrong"))) link.connect();
   },
+  onerror: (message) => notice(message.message),
   onhello: (hello) => {
     $("model").textContent = hello.models.length ? (hello.models.includes(settings().model) ? settings().model : hello.models[0]) : "";
   },
@@ -265,7 +269,7 @@ $("close-panel").addEventListener("click", () => showPanel(false, true));
 NARROW.addEventListener("change", () => showPanel(!NARROW.matches));
 PHONE.addEventListener("change", () => closeSidebar());
 $("theme").addEventListener("click", nextTheme);
-$("connection").addEventListener("click", async () => {
+$("reconnect").addEventListener("click", async () => {
   if (link.state === "key" && (await askKey(false))) link.connect();
   else if (link.state === "elsewhere") link.connect();
   else link.now();

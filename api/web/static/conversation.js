@@ -87,6 +87,8 @@ export class Conversation {
   // anew. after: an answer that was cut, to be had again with the same seed; its text is sent as the
   // prediction, so that what is known already is only checked. Resolves to whether it was taken.
   async turn(at, { user, after }) {
+    if (this.elsewhere) return false;
+    if (this.answer) await this.answer.stopped();
     const earlier = this.views.slice(0, at).map((view) => view.message);
     const add = [];
     if (user !== undefined) add.push({ id: randomId(), at, role: "user", text: user, state: "done" });
@@ -100,7 +102,7 @@ export class Conversation {
     request.messages = this.history([...earlier, ...add.slice(0, -1)]);
     request.ids = true;
     request.steps = "tokens";
-    if (!(await this.keep(at, add, user))) return false;
+    if (!(await this.keep(at, [...earlier.filter((m) => m.unsaved), ...add], user))) return false;
     for (const view of this.views.splice(at)) view.discard();
     for (const message of add) message.chat = this.id;
     this.run(add.at(-1), (answer) => answer.begin(request), add.slice(0, -1));
@@ -147,6 +149,7 @@ export class Conversation {
       });
       if (id !== this.id) return false;
       this.chat = chat;
+      for (const message of add) delete message.unsaved;
     } catch (error) {
       if (error instanceof Stale || error instanceof Busy) {
         await this.read();
@@ -156,6 +159,7 @@ export class Conversation {
         return false;
       }
       store.ontrouble(error);
+      for (const message of add) message.unsaved = true;  // tried again with the next turn
       this.chat ??= { id, title: titleOf(user ?? ""), system: this.system, rev: 0, writer: null };
     }
     return true;

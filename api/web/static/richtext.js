@@ -158,7 +158,8 @@ export class RichText {
       if (!shown.trim() && !node.parentElement.closest("pre")) continue;
       let begin = -1, current = -1, hot = false;
       const close = (end) => {
-        if (begin >= 0 && shown.slice(begin, end).trim()) this.mark(node, begin, end, spans[current][2], hot, ranges);
+        while (begin >= 0 && begin < end && !shown[begin].trim()) begin += 1;
+        if (begin >= 0 && begin < end) this.mark(node, begin, end, spans[current][2], hot, ranges);
         begin = -1;
       };
       for (let i = 0; i < shown.length; i += 1) {

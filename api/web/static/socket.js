@@ -11,9 +11,10 @@ const base64url = (text) =>
 // States: connecting, open, waiting (tries again), draining, key (one is needed), elsewhere (another
 // tab took over), refused (the server answers, but not this page's socket).
 export class Link {
-  // url: ws://…/v1/stream. key(): the key or "". onstate(state, detail), onhello(message).
-  constructor({ url, key, onstate, onhello }) {
-    Object.assign(this, { url, key, onstate, onhello });
+  // url: ws://…/v1/stream. key(): the key or "". onstate(state, detail), onhello(message),
+  // onerror(message): an error that belongs to no generation.
+  constructor({ url, key, onstate, onhello, onerror }) {
+    Object.assign(this, { url, key, onstate, onhello, onerror });
     this.state = "connecting";
     this.socket = null;
     this.hello = null;
@@ -169,6 +170,8 @@ export class Link {
       this.become("key", "wrong");
     } else if (message.gen) {
       this.deliver(message);
+    } else if (message.type === "error") {
+      this.onerror(message);
     }
   }
 
