@@ -25,7 +25,6 @@ PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
 
 _encode = msgspec.json.Encoder().encode
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 def routes(service: Service) -> list[Route]:
@@ -74,7 +73,8 @@ async def _send(call: Call, run: Run, answer: _Answer) -> None:
             made = b"".join(_event(e) for message in messages for e in answer.events(message))
             if not call.started:
                 await call.stream(headers=_id(call))
-                made += _PING
+            elif not messages:  # long silence
+                made = _event(w.Ping())
             if made:
                 await call.chunk(made)
     except HttpError as error:
@@ -109,6 +109,7 @@ class _Answer:
             cached = message.cached_tokens
             usage = w.Usage(message.prompt_tokens - cached, 0, cached)
             yield w.Start(w.Message(self._id, self._model, [], usage))
+            yield w.Ping()
         elif type(message) is m.Finished:
             for piece in self._rest():
                 yield from self._block(piece)

@@ -12,11 +12,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import anthropic
 import httpx
 import pytest
 
+from spec_serve.api import anthropic_wire as w
+from spec_serve.api import openai_run
 from spec_serve.api.server import Server
 from tests.api.echo import ByteTokens, Echo
 from tests.api.serving import SETTINGS, until
@@ -139,7 +142,7 @@ async def test_how_a_message_ends(
     found = events(streamed.text)
     start, ping = found[0], found[1]
     kinds = [event["type"] for event in found]
-    assert kinds[:2] == ["message_start", "content_block_start"] or ping["type"] == "ping"
+    assert ping == {"type": "ping"} and kinds.count("ping") == 1
     assert [kind for kind in kinds if kind not in ("content_block_delta", "ping")] == [
         "message_start", "content_block_start", "content_block_stop", "message_delta",
         "message_stop",
@@ -356,6 +359,57 @@ async def test_a_client_that_leaves_ends_its_generation() -> None:
         task.cancel()
         await until(server.link.idle)
         assert server.link.stats().aborted == 2
+
+
+@looped
+async def test_a_long_silence_is_filled_with_pings() -> None:
+    silent, look = (mock.patch.object(openai_run, name, 0.02) for name in ("SILENT_S", "LOOK_S"))
+    with silent, look:
+        async with asked(Echo(pause=0.3)) as (_, client):
+            answer = await client.post(PATH, json=user("123456", stream=True))
+    kinds = [event["type"] for event in events(answer.text)]
+    assert kinds.count("ping") > 3 and kinds[-1] == "message_stop"
+    assert kinds[0] == "message_start"
+
+
+ODD: list[Any] = [
+    None, True, -1, 0, 2**31, 2**63, 2**64, 1e999, -0.5, 1.5, "", "x", "\ud800", "<|im_end|>\x00",
+    [], [1], {}, {"type": "text"}, {"type": "text", "text": 1}, [{"type": "text", "text": "x"}],
+]  # fmt: skip
+
+
+@looped
+async def test_any_value_in_any_field_is_answered_by_the_client_or_served() -> None:
+    """A stream beside them stays what it is."""
+    fields = [name for name in w.Request.__struct_fields__ if name != "timeout_s"]
+    async with asked(Echo(pause=0.002)) as (server, client):
+        beside = asyncio.create_task(
+            client.post(PATH, json=user("beside " * 80, stream=True, max_tokens=3000))
+        )
+        counts: dict[int, int] = {}
+        for i, name in enumerate(fields):
+            for value in ODD[i % 3 :: 3]:  # each value in a third of the fields
+                body = json.dumps({**user("x", max_tokens=3), name: value}).encode()
+                answer = await client.post(PATH, content=body)
+                counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
+                assert answer.status_code in (200, 400, 404), (name, value, answer.text)
+                if answer.headers["content-type"].startswith("text/event-stream"):
+                    assert events(answer.text)[-1]["type"] == "message_stop"
+                    continue
+                told = answer.json()
+                assert told["type"] == ("message" if answer.status_code == 200 else "error")
+        for block in ("text", "tool_use", "tool_result", "image", "thinking", "\ud800", 5):
+            for key in ("text", "id", "name", "input", "tool_use_id", "content", "is_error"):
+                for value in ODD[::9]:
+                    part = {"type": block, "text": "x", key: value}
+                    body = json.dumps(user([part, part], max_tokens=3)).encode()
+                    answer = await client.post(PATH, content=body)
+                    assert answer.status_code in (200, 400), (part, answer.text)
+        found = events((await beside).text)
+        text = [e["delta"]["text"] for e in found if e["type"] == "content_block_delta"]
+        assert "".join(text) == "beside " * 80 and found[-1]["type"] == "message_stop"
+        await until(server.link.idle)
+    assert counts[200] > 5 and counts[400] > 50
 
 
 @looped
