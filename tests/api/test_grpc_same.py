@@ -14,6 +14,7 @@ import time
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -157,32 +158,60 @@ def fetched(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("smg") is None, reason="needs an smg gateway on the PATH")
-def test_a_gateway_in_front_of_two_servers(model: Path, tmp_path: Path) -> None:
+@contextmanager
+def gateway(policy: str, *servers: Server) -> Iterator[str]:
+    """An smg gateway in front of these servers, once it knows their model and tokenizer."""
     port = free_port()
+    command = ["smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(free_port()), "--policy", policy]
     url = f"http://127.0.0.1:{port}/v1"
+    with process([*command, "--worker-urls", *(f"grpc://{one.grpc}" for one in servers)]):
+        end = time.monotonic() + 60
+        while True:
+            try:
+                if fetched(f"{url}/models")["data"]:
+                    break
+            except OSError:
+                pass
+            assert time.monotonic() < end, "the gateway has no model"
+            time.sleep(0.5)
+        time.sleep(2)  # it fetches the tokenizer in the background
+        yield url
+
+
+NEEDS_SMG = pytest.mark.skipif(shutil.which("smg") is None, reason="needs smg on the PATH")
+ASKED = {"model": "tiny", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.slow
+@NEEDS_SMG
+def test_a_gateway_in_front_of_two_servers(model: Path, tmp_path: Path) -> None:
+    wanted = tokens(engine("none"), TOKENS.encode(PROMPT), 16)
     with start(model, tmp_path / "a.log") as one, start(model, tmp_path / "b.log") as two:
-        workers = [f"grpc://{one.grpc}", f"grpc://{two.grpc}"]
-        command = ["smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-port", str(free_port()), "--policy", "round_robin"]
-        with process([*command, "--worker-urls", *workers]):
-            end = time.monotonic() + 60
-            while True:
-                try:
-                    if fetched(f"{url}/models")["data"]:
-                        break
-                except OSError:
-                    pass
-                assert time.monotonic() < end, "the gateway has no model"
-                time.sleep(0.5)
-            time.sleep(2)  # it fetches the tokenizer in the background
-            wanted = tokens(engine("none"), TOKENS.encode(PROMPT), 16)
+        with gateway("round_robin", one, two) as url:
             for _ in range(4):
-                body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-                got = fetched(f"{url}/completions", body | {"ignore_eos": True})
+                got = fetched(f"{url}/completions", {**ASKED, "prompt": PROMPT})
                 # It leaves out a character that the limit cut in two.
                 text = got["choices"][0]["text"]
                 assert text.rstrip("\ufffd") == TOKENS.decode(wanted).rstrip("\ufffd")
                 assert got["usage"]["completion_tokens"] == 16
         assert one.stats().requests == two.stats().requests == 2
+
+
+@pytest.mark.slow
+@NEEDS_SMG
+def test_a_gateway_sends_prompts_to_where_they_are_cached(model: Path, tmp_path: Path) -> None:
+    """It learns of it from the events of SubscribeKvEvents."""
+    events = ("--kv-events", "grpc")
+    with (
+        start(model, tmp_path / "a.log", *events) as one,
+        start(model, tmp_path / "b.log", *events) as two,
+        gateway("cache_aware", one, two) as url,
+    ):
+        for turn in range(4):
+            for prefix in ("the other " * 5, "in the end " * 5):
+                body = {**ASKED, "prompt": prefix + "x" * turn}
+                usage = fetched(f"{url}/completions", body)["usage"]
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                assert cached >= usage["prompt_tokens"] - 2 if turn else not cached
+        assert one.stats().requests == two.stats().requests == 4
