@@ -147,6 +147,7 @@ def devices() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """Attention kernels: is the library there, does it load, does this version use it."""
+    yield compiled()
     import torch
 
     from spec_serve.kernels.base import pick_backend
@@ -171,6 +172,17 @@ def kernels() -> Iterator[Finding]:
         else:
             said = ", ".join(filter(None, (made.name, library)))
             yield Finding("attention", name, True, said)
+
+
+def compiled() -> Finding:
+    """The package's own compiled kernels for CPUs."""
+    from spec_serve.kernels.cpu import native
+
+    try:
+        isa = native.isa()
+    except native.NativeUnavailable as error:
+        return Finding("attention", "cpu", False, f"{told(error)}; models run in torch")
+    return Finding("attention", "cpu", True, f"compiled kernels, {isa}")
 
 
 def present(place: str) -> bool:

@@ -162,3 +162,17 @@ def test_the_command_reports_ports_and_fails_without_what_is_needed(
     out = capsys.readouterr().out
     assert "NO  no-such-package" in out
     assert "serving is impossible without: no-such-package" in out
+
+
+def test_compiled_kernels_are_told_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spec_serve.kernels.cpu import native
+
+    found = doctor.compiled()
+    assert found.works and native.isa() in found.said
+
+    def missing() -> None:
+        raise native.NativeUnavailable("not built: the installation found no C++ compiler")
+
+    monkeypatch.setattr(native, "load", missing)
+    found = doctor.compiled()
+    assert not found.works and "no C++ compiler" in found.said

@@ -11,6 +11,7 @@ from torch import Tensor
 from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import TokenTree, chain
+from spec_serve.kernels.cpu import native
 from spec_serve.kernels.cpu.attention import NativeAttention
 from spec_serve.kernels.cpu.quantise import QUANTISERS
 from spec_serve.kernels.reference import TorchAttention
@@ -39,8 +40,8 @@ class Run:
     def __init__(self, model: NativeTransformer | Transformer) -> None:
         self.model = model
         self.pool = KVPool(model.kv_specs, 400, 2, 300)
-        native = isinstance(model, NativeTransformer)
-        self.attention = NativeAttention() if native else TorchAttention(exact=True)
+        compiled = isinstance(model, NativeTransformer)
+        self.attention = NativeAttention() if compiled else TorchAttention(exact=True)
 
     def __call__(
         self, prefix: int, tree: TokenTree, slots: Sequence[int], taps: tuple[int, ...] = ()
@@ -142,3 +143,11 @@ def test_what_can_not_be_compiled_says_why() -> None:
     assert "100 inputs" in unfit(odd, "q8_0")
     with pytest.raises(ValueError, match="not quantised"):
         load_native(tiny_checkpoint("llama"))
+
+
+def test_without_the_library_models_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise native.NativeUnavailable("not built: the installation found no C++ compiler")
+
+    monkeypatch.setattr(native, "load", missing)
+    assert "no C++ compiler" in unfit(tiny_checkpoint("llama"), "q8_0")
