@@ -96,7 +96,7 @@ class ProcessLink:
                 self._channel.close()
         else:
             self._child.channel.sock.close()
-        how = await loop.run_in_executor(None, self._child.ended, 1.0 if ended else 0.0)
+        how = await loop.run_in_executor(None, self._child.ended, 5.0 if ended else 0.0)
         log.debug("the engine's process has ended: %s", how)
         self._child = None
         self._ready = False
