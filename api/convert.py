@@ -218,6 +218,9 @@ def _rendered(wire: Generate, tokenizer: TextTokens, template: str) -> list[int]
         forms.append(not forms[0])
     for as_text in forms:
         given = turns(messages, as_text)
+        if "developer" not in template:  # such templates would leave these turns out
+            for turn in given:
+                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         if in_text:
             given, tools = told_in_text(given, tools or ()), None
         try:

@@ -189,6 +189,13 @@ def test_control_tokens_of_the_tool_format_show_when_tools_are_given() -> None:
     assert made.text_stream().push(said) == "weather{}"
 
 
+def test_a_developer_is_the_system_where_templates_know_no_developer() -> None:
+    told = [m.ChatMessage("developer", "be brief"), m.ChatMessage("user", "hi")]
+    assert rendered(WITHOUT, messages=told, tools=None) == "[system]be brief[user]hi"
+    knows = "{# developer #}" + WITHOUT
+    assert rendered(knows, messages=told, tools=None) == "[developer]be brief[user]hi"
+
+
 def test_variables_of_a_template() -> None:
     assert variables("{% if tools %}{{ messages[0]['tools'] }}{% endif %}") == {"tools", "messages"}
     assert variables("{% set tools = 1 %}{{ tools }}{{ x.tools }}") == {"x"}
