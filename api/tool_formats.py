@@ -47,15 +47,18 @@ class Format:
         object.__setattr__(self, "markers", (*self.openers, *self.closers, *self.silent))
 
 
+# Small models forget their tags: Qwen2.5-Coder writes calls as bare or fenced JSON more often than
+# not. It is read as a call only if it begins like one and names a tool, so little else is caught.
 HERMES = Format(
     "hermes",
-    {"<tool_call>": tagged_call, "<function=": xml_call},
+    {"<tool_call>": tagged_call, "<function=": xml_call, "```json": fenced_json},
+    bare=listed_calls,
     closers=("</tool_call>", "</function>"),
     controls=("<tool_call>", "</tool_call>"),
 )
 LLAMA = Format(
     "llama",
-    {"<|python_tag|>": listed_calls},
+    {"<|python_tag|>": listed_calls, "```json": fenced_json},
     bare=listed_calls,
     controls=("<|python_tag|>",),
 )

@@ -126,6 +126,20 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
         [("weather", '{"city": "", "days": ""}')],
     ),
     (
+        HERMES,  # as Qwen2.5-Coder 0.5B has been seen to do
+        '```json\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Paris"\n  }\n}\n```',
+        "",
+        [("weather", '{\n    "city": "Paris"\n  }')],
+    ),
+    (
+        HERMES,
+        '{"name": "weather", "arguments": {"city": "Paris"}}\n{"name": "clock"}',
+        "",
+        [("weather", '{"city": "Paris"}'), ("clock", "{}")],
+    ),
+    (HERMES, '{"name": "Paris", "size": 1}', '{"name": "Paris", "size": 1}', []),
+    (HERMES, '```json\n{"name": "x"}\n```\n', '```json\n{"name": "x"}\n```\n', []),
+    (
         LLAMA,
         '{"name": "weather", "parameters": {"city": "Rom"}}; {"name":"clock","parameters":{}}',
         "",
@@ -215,7 +229,7 @@ FRAGMENTS = sorted(
 PIECES = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.sampled_from(FORMATS), PIECES, st.data())
 def test_cuts_do_not_matter_and_nothing_raises(
     form: Format, fragments: list[str], data: st.DataObject
@@ -241,7 +255,7 @@ def test_without_a_tool_of_that_name_all_is_text(form: Format, fragments: list[s
         assert shown == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(("hermes", "llama", "mistral 3", "mistral 11", "deepseek 3", "deepseek 3.1")),
     st.lists(
@@ -329,7 +343,7 @@ def test_hostile_text_takes_linear_time() -> None:
         arguments = '<tool_call>{"arguments": {"a": "'
         for part in (arguments, "[TOOL_CALLS] [", "<", "{", " ", "```json"):
             parser = ToolParser(form, TOOLS)
-            parser.push(part * 20_000)
+            parser.push(part * 4_000)
             parser.finish()
     deep = '<tool_call>{"name": "weather", "arguments": ' + '{"a":' * 50_000
     shown, [(name, arguments)] = parse(HERMES, deep)
