@@ -12,7 +12,7 @@ import websockets
 from websockets.frames import Frame, Opcode
 
 from spec_serve.api import messages as m
-from spec_serve.api import picows_bridge
+from spec_serve.api import picows_bridge, picows_socket
 from tests.api.echo import Echo
 from tests.api.raw import raw
 from tests.api.serving import served, until
@@ -204,7 +204,7 @@ def test_pings_nobody_reads_the_answers_of_are_not_held() -> None:
             for _ in range(60):
                 client.socket.transport.write(flood)
                 await asyncio.sleep(0.01)
-            assert isinstance(socket, picows_bridge.PicowsSocket)
+            assert isinstance(socket, picows_socket.PicowsSocket)
             assert socket.transport.get_write_buffer_size() < 1 << 20
             client.abort()
 
@@ -213,7 +213,7 @@ def test_pings_nobody_reads_the_answers_of_are_not_held() -> None:
 
 def test_slow_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than a MiB waits, but for longer than a reader may be away."""
-    monkeypatch.setattr(picows_bridge, "MAX_STUCK_S", 0.3)
+    monkeypatch.setattr(picows_socket, "MAX_STUCK_S", 0.3)
 
     async def go() -> None:
         engine = Echo(40, 0.002, context=1 << 20)
@@ -221,7 +221,7 @@ def test_slow_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
             await client.hear()
             wire = {"gen": "g", "prompt": "x" * 99, "ignore_eos": True, "logprobs": 20}
             (socket,) = server.app.sessions
-            assert isinstance(socket, picows_bridge.PicowsSocket)
+            assert isinstance(socket, picows_socket.PicowsSocket)
             client.socket.transport.pause_reading()
             await client.say(m.generate(wire))
             await until(lambda: socket._paused)
