@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
 
 from spec_serve.api import grpc_convert as convert
+from spec_serve.api import grpc_server
 from spec_serve.api import messages as m
 from spec_serve.api.grpc_stats import sample
 from spec_serve.api.proto import specserve_pb2 as pb
@@ -73,6 +78,52 @@ def test_who_does_not_read_is_given_up_on_and_disturbs_nobody() -> None:
                 seqs.append(event.seq)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert seqs == list(range(len(seqs))) and seqs
+
+
+def test_a_session_that_does_not_read_is_given_up_on() -> None:
+    wide = {"run": 40, "pause": 0.001, "context": 200_000}
+    request = pb.GenerateRequest(
+        prompt="a" * 64,
+        stop=pb.Stop(ignore_eos=True),
+        output=pb.Output(token_ids=True, logprobs=20),
+    )
+    asked = pb.SessionRequest(generate=pb.SessionGenerate(gen="g", request=request))
+    with echo_server(wide) as server, grpc.insecure_channel(server.grpc) as channel:
+        stub: Any = pb_grpc.SpecServeStub(channel)
+        call = stub.Session(iter([asked]), timeout=60)
+        until(lambda: running(stub) == 1)
+        until(lambda: running(stub) == 0, 20.0)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_health_follows_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine in a process of its own may be gone for a while."""
+    monkeypatch.setattr(grpc_server, "FOLLOW_S", 0.001)
+    service: Any = SimpleNamespace(ready=True)
+    ask, told = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse
+
+    async def go() -> None:
+        server: Any = object.__new__(grpc_server.GrpcServer)
+        server._service, server._health = service, HealthServicer()
+        following = asyncio.create_task(server._follow())
+
+        async def says(status: Any) -> None:
+            while (await server._health.Check(ask, None)).status != status:
+                await asyncio.sleep(0.002)
+
+        for ready, status in ((False, told.NOT_SERVING), (True, told.SERVING)) * 2:
+            service.ready = ready
+            await asyncio.wait_for(says(status), 5)
+        service.ready = False
+        await server.not_serving()
+        service.ready = True
+        await asyncio.sleep(0.02)
+        assert (await server._health.Check(ask, None)).status == told.NOT_SERVING
+        following.cancel()
+
+    asyncio.run(go())
 
 
 def descriptors(server: Running) -> int:
