@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from spec_serve.api.kv_feed import Batch, Feed
+from spec_serve.api.kv_feed import KEPT, Batch, Feed
 from spec_serve.api.ports import is_loopback
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.cache.blocks import Cleared, Removed, Stored
@@ -30,6 +30,8 @@ ONLY_GRPC = "grpc"
 TOPIC = b"kv-events"
 END = (-1).to_bytes(8, "big", signed=True)
 MOST_WAITING = 100_000  # messages for one slow subscriber; what is beyond is lost to it
+MAX_QUESTION = 64  # bytes of a part; who sends more is disconnected
+MOST_REPLAYS = 16  # at the same time; questions beyond get no answer
 AT_ONCE = 200  # batches replayed before others get their turn
 # The first tier of a cache, whatever memory it is in: routers take other names for slower tiers.
 MEDIUM = "GPU"
@@ -140,8 +142,10 @@ class Publisher:
         self._bind("kv-events", self._pub, publish)
         if replay:
             self._router = self._context.socket(zmq.ROUTER)
-            self._router.set(zmq.SNDHWM, 0)  # a whole replay must fit, or its end would be lost
+            # A whole replay fits, or its end would be lost; who does not read gets no more.
+            self._router.set(zmq.SNDHWM, KEPT + 100)
             self._router.set(zmq.RCVHWM, 100)
+            self._router.set(zmq.MAXMSGSIZE, MAX_QUESTION)
             self._bind("kv-events-replay", self._router, replay)
             asyncio.get_running_loop().add_reader(self._router.fileno(), self._asked)
         self._feed.listeners.append(self._publish)
@@ -191,8 +195,8 @@ class Publisher:
         router = self._router
         while router is not None and router.poll(0):
             parts = router.recv_multipart()
-            if len(parts) != 3 or len(parts[2]) != 8:
-                log.debug("a replay was asked for in %d parts", len(parts))
+            if len(parts) != 3 or len(parts[2]) != 8 or len(self._replays) >= MOST_REPLAYS:
+                log.debug("a question for a replay in %d parts is not answered", len(parts))
                 continue
             start = int.from_bytes(parts[2], "big")
             task = asyncio.get_running_loop().create_task(self._replay(parts[0], start))

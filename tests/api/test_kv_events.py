@@ -253,6 +253,7 @@ async def test_a_long_replay_and_nonsense_on_its_socket() -> None:
             socket.connect(address)
             for parts in ([b"x"], [b"", b"x"], [b"", b"", b""], [b"", b"\xff" * 9]):
                 socket.send_multipart(parts)
+            socket.send_multipart([b"", b"x" * 1_000_000])
             everything = await asyncio.to_thread(replayed, context, address, 0)
         assert [i for i, _ in everything] == list(range(1, 3001))
         held: set[int] = set()
