@@ -46,7 +46,7 @@ WANTS = {
 }
 SAME = {"off": "greedy"}  # whose answers are those of another
 QUESTIONS, REFUSED_SHARE, LEAVE_SHARE = 24, 0.05, 0.25
-WARM_SHARE, GROWTH = 0.3, 0.01
+WARM_SHARE, WARM_S, GROWTH = 0.3, 150.0, 0.01  # memory is flat after about two minutes
 
 
 @dataclass(slots=True)
@@ -176,9 +176,11 @@ class Traffic:
 def growth(rss: list[tuple[float, float]]) -> float | None:
     """Share by which memory grew after warm-up: the last fifth against the first one after it.
 
-    None for fewer than 20 samples.
+    None for fewer than 20 samples behind it.
     """
-    warm = [mib for _, mib in rss[int(len(rss) * WARM_SHARE) :]]
+    length = rss[-1][0] - rss[0][0] if rss else 0.0
+    from_s = (rss[0][0] if rss else 0.0) + max(WARM_SHARE * length, min(WARM_S, 0.7 * length))
+    warm = [mib for at, mib in rss if at >= from_s]
     if len(warm) < 20:
         return None
     part = len(warm) // 5

@@ -49,11 +49,12 @@ def test_books() -> None:
 
 
 def test_growth() -> None:
-    flat = [(float(i), 300.0 if i > 20 else 100.0 + i) for i in range(100)]
+    flat = [(float(i), 300.0 if i > 140 else 100.0 + i) for i in range(1000)]
     assert growth(flat) == pytest.approx(0)
-    rising = [(float(i), 300.0 + i) for i in range(100)]
-    assert growth(rising) == pytest.approx(56 / 336, rel=0.05)
-    assert growth(flat[:20]) is None
+    rising = [(float(i), 300.0 + i) for i in range(1000)]
+    assert growth(rising) == pytest.approx(560 / 670, rel=0.02)
+    assert growth([(at, 300.0 + at) for at, _ in flat[:100]]) == pytest.approx(24 / 373, rel=0.1)
+    assert growth(flat[:50]) is growth([]) is None
 
 
 def test_other_answers_are_noticed() -> None:
