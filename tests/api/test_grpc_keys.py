@@ -115,6 +115,31 @@ def test_an_unknown_caller_is_not_read(channel: grpc.Channel) -> None:
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_nobody_resumes_what_another_key_began(channel: grpc.Channel) -> None:
+    stub: Any = pb_grpc.SpecServeStub(channel)
+    mine, theirs = ([("x-api-key", key)] for key in (KEY, ADMIN))
+    asked = pb.GenerateRequest(prompt="secret", stop=pb.Stop(ignore_eos=True))
+    begin = pb.SessionRequest(
+        generate=pb.SessionGenerate(gen="g", request=asked, resumable=True)
+    )
+    first = stub.Session(iter([begin]), metadata=mine, timeout=20)
+    token = next(first).hello.resume_token
+    while not next(first).generation.event.HasField("delta"):
+        pass
+    first.cancel()
+    resume = pb.SessionRequest(resume=pb.SessionResume(resume_token=token, gens={"g": -1}))
+    events = list(stub.Session(iter([resume]), metadata=theirs, timeout=20))
+    assert [event.error.code for event in events if event.HasField("error")] == ["resume_gap"]
+    assert not any(event.HasField("generation") for event in events)
+    again = stub.Session(
+        iter([resume, pb.SessionRequest(cancel=pb.SessionCancel(gen="g"))]),
+        metadata=mine,
+        timeout=20,
+    )
+    last = list(again)[-1].generation.event.finished
+    assert last.reason == pb.Finished.CANCELLED
+
+
 def test_a_limit_of_a_key_is_told_with_the_time_to_wait() -> None:
     limited = echo_server(api_keys=[KEY], key_requests_per_minute=1)
     with limited as running, grpc.insecure_channel(running.grpc) as channel:
@@ -133,6 +158,14 @@ def test_a_limit_of_a_key_is_told_with_the_time_to_wait() -> None:
         told = error_details_pb2.RetryInfo()
         delay.Unpack(told)
         assert 0 < told.retry_delay.seconds <= 60
+        mirror = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.RpcError) as caught:
+            next(mirror.ServerReflectionInfo(iter([ask]), timeout=10))
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        (listed,) = mirror.ServerReflectionInfo(iter([ask]), metadata=metadata, timeout=10)
+        names = {one.name for one in listed.list_services_response.service}
+        assert {one.full_name for one in SERVICES} <= names
 
 
 @pytest.mark.parametrize(
