@@ -77,7 +77,10 @@ def page_server(engine: dict[str, Any] | None = None, **settings: Any) -> Iterat
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=CHROMIUM,
+            args=[
+                "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP page.test 127.0.0.1",
+            ],
         )
         try:
             yield made
@@ -88,16 +91,23 @@ def browser() -> Iterator[Browser]:
 class Reader:
     """Somebody with a browser of their own in front of a server's page."""
 
-    def __init__(self, context: BrowserContext, server: PageServer) -> None:
+    def __init__(
+        self, context: BrowserContext, server: PageServer, host: str = "127.0.0.1"
+    ) -> None:
         self.context, self.server = context, server
+        self._host = host
         self.foreign: list[str] = []
         self.complaints: list[str] = []
         context.route(re.compile(".*"), self._route)
         context.set_default_timeout(WAIT_MS)
 
+    @property
+    def url(self) -> str:
+        return self.server.url.replace("127.0.0.1", self._host)
+
     def _route(self, route: Any) -> None:
         url = route.request.url
-        if url.startswith((self.server.url, "data:")):
+        if url.startswith((self.url, "data:")):
             route.continue_()
         else:
             self.foreign.append(url)
@@ -108,7 +118,7 @@ class Reader:
         page = self.context.new_page()
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("console", self._console)
-        page.goto(self.server.url)
+        page.goto(self.url)
         return page
 
     def _console(self, message: Any) -> None:

@@ -5,12 +5,13 @@ In a real browser; see `test_page.py`.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 from playwright.sync_api import Browser, Page, expect
 
-from tests.web.browser import Reader, answers, done, page_server, say, stored
+from tests.web.browser import PageServer, Reader, answers, done, page_server, say, stored
 from tests.web.texts import long_text
 
 
@@ -38,7 +39,10 @@ def test_a_dropped_socket_is_taken_up_again(patient: Reader) -> None:
 def test_a_restarted_server_costs_no_text(chromium: Browser) -> None:
     with page_server({"run": 4, "pause": 0.02, "context": 60_000}) as server:
         reader = Reader(chromium.new_context(), server)
-        page = reader.open()
+        sent: list[str] = []
+        page = reader.context.new_page()
+        page.on("websocket", lambda made: made.on("framesent", lambda data: sent.append(data)))
+        page.goto(reader.url)
         say(page, "long 400")
         expect(answers(page)).to_contain_text("quick brown")
         server.kill()
@@ -51,6 +55,10 @@ def test_a_restarted_server_costs_no_text(chromium: Browser) -> None:
         page.get_by_role("button", name="Continue").click()
         done(page)
         assert stored(page)[1][3:] == ["done", long_text(400)]
+        first, again = (json.loads(frame) for frame in sent if '"generate"' in frame)
+        assert again["sampling"] == first["sampling"] and first["sampling"]["seed"] > 0
+        assert again["speculation"]["prediction"].startswith("The quick brown")
+        assert again["messages"] == first["messages"]
         # What is said while it is away is answered once it is back.
         server.kill()
         say(page, "are you there")
@@ -158,6 +166,14 @@ def test_hostile_text_does_nothing(reader: Reader) -> None:
     )
     assert refused
     reader.complaints = [c for c in reader.complaints if "TrustedHTML" not in c]
+
+
+def test_a_page_under_a_foreign_name_is_told_why(chromium: Browser, server: PageServer) -> None:
+    reader = Reader(chromium.new_context(), server, host="page.test")
+    page = reader.open()
+    expect(page.locator("#connection")).to_contain_text("--allow-origins")
+    expect(page.locator("#model")).to_be_empty()
+    reader.context.close()
 
 
 def test_a_key_is_asked_for_and_not_kept(chromium: Browser) -> None:

@@ -16,6 +16,7 @@ const STATES = {
   key: "An API key is needed.", elsewhere: "Continued in another tab.",
 };
 const WHY = { waiting: "waiting for the server", connecting: "waiting for the server", key: "an API key is needed", draining: "", open: "" };
+const REFUSED = "The server refuses this page’s socket; its --allow-origins may have to name this address.";
 const REMEDIES = { waiting: "Try now", key: "Enter a key", elsewhere: "Connect here" };
 const FIGURES_MS = 200, PLACE = "specserve.chat";
 
@@ -40,7 +41,7 @@ const link = new Link({
   url: address.href,
   key,
   onstate: async (state, detail) => {
-    $("connection").textContent = STATES[state] ?? "";
+    $("connection").textContent = (detail === "refused" ? REFUSED : STATES[state]) ?? "";
     $("connection").dataset.state = state;
     $("reconnect").textContent = REMEDIES[state] ?? "";
     $("reconnect").hidden = !REMEDIES[state];
@@ -238,8 +239,11 @@ log.addEventListener("click", async (event) => {
 
 // ---- sidebar, panel, dialogs
 
+const behind = (inert) => { for (const part of [document.querySelector(".main"), $("panel")]) part.inert = inert; };
+
 function openSidebar() {
   app.classList.add("sidebar-open");
+  behind(true);
   $("scrim").hidden = false;
   $("open-sidebar").setAttribute("aria-expanded", "true");
   $("new-chat").focus();
@@ -248,6 +252,7 @@ function openSidebar() {
 function closeSidebar(back = false) {
   if (!app.classList.contains("sidebar-open")) return;
   app.classList.remove("sidebar-open");
+  behind(false);
   $("scrim").hidden = true;
   $("open-sidebar").setAttribute("aria-expanded", "false");
   if (back) $("open-sidebar").focus();

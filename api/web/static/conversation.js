@@ -56,6 +56,9 @@ export class Conversation {
     if (!chat) { this.startNew(); return; }
     this.chat = chat;
     this.system = chat.system;
+    // A history is no news: a screen reader would read all of it aloud.
+    this.log.setAttribute("aria-live", "off");
+    setTimeout(() => this.log.setAttribute("aria-live", "polite"), 300);
     let same = 0;
     while (same < messages.length && this.views[same]?.message.id === messages[same].id) same += 1;
     for (const view of this.views.splice(same)) view.discard();
@@ -93,6 +96,7 @@ export class Conversation {
     const add = [];
     if (user !== undefined) add.push({ id: randomId(), at, role: "user", text: user, state: "done" });
     const request = after?.asked ? structuredClone(after.asked) : asked();
+    if (this.link.hello && !this.link.hello.models.includes(request.model)) delete request.model;
     const gen = randomId();
     add.push({
       id: randomId(), at: at + add.length, role: "assistant", text: "", state: "writing",

@@ -139,7 +139,7 @@ export class RichText {
 
   // Highlighting code replaces its nodes: then the ranges come after it.
   colourAfter(code, root, offset, ranges, tail) {
-    const from = this.firstSpan, again = () => { if (root.isConnected) this.colour(root, offset, ranges, tail, from); };
+    const from = Math.max(this.firstSpan, this.spans.length - MAX_RANGES), again = () => { if (root.isConnected) this.colour(root, offset, ranges, tail, from); };
     if (code) code.then(again);
     else this.colour(root, offset, ranges, tail, from);
   }
@@ -215,6 +215,6 @@ export class RichText {
     this.ghost = null;
     for (const ghost of this.tail.querySelectorAll(".ghost")) ghost.remove();
     this.fresh = this.text.length;
-    if (!this.frame) { this.erase(this.moving); this.colour(this.tail, this.settled, this.moving, true, this.firstSpan); }
+    if (!this.frame) { this.erase(this.moving); this.colourAfter(null, this.tail, this.settled, this.moving, true); }
   }
 }

@@ -8,8 +8,8 @@ const FIRST_MS = 400, LONGEST_MS = 12000, HELLO_MS = 8000, QUIET_MS = 20000, PON
 const base64url = (text) =>
   btoa(String.fromCharCode(...new TextEncoder().encode(text))).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
 
-// States: connecting, open, waiting (tries again), draining, key (one is needed), elsewhere (another
-// tab took over), refused (the server answers, but not this page's socket).
+// States: connecting, open, waiting (tries again; "refused": the server answers, but not this page's
+// socket), draining, key (one is needed), elsewhere (another tab took over).
 export class Link {
   // url: ws://…/v1/stream. key(): the key or "". onstate(state, detail), onhello(message),
   // onerror(message): an error that belongs to no generation.
@@ -121,6 +121,7 @@ export class Link {
   async closed(code) {
     clearTimeout(this.watch);
     const knew = this.hello !== null;
+    let detail = "";
     this.hello = this.socket = null;
     if (code === 4409) return this.become("elsewhere");
     if (code === 3000) return this.become("key", this.key() ? "wrong" : "");
@@ -129,21 +130,22 @@ export class Link {
       // A refused handshake says nothing to a page; an ordinary request does.
       const trouble = await this.ask();
       if (this.socket !== null || this.state === "key") return;
-      if (trouble) return this.become(trouble, this.key() ? "wrong" : "");
+      if (trouble === "key") return this.become("key", this.key() ? "wrong" : "");
+      if (trouble === "fine" && this.tries >= 2) detail = "refused";
     }
     const wait = Math.min(LONGEST_MS, FIRST_MS * 2 ** this.tries) * (0.75 + Math.random() / 2);
     this.tries += 1;
-    this.become("waiting");
+    this.become("waiting", detail);
     this.timer = setTimeout(() => this.connect(), wait);
   }
 
-  // "key" if one is needed, else "".
+  // "key" if one is needed, "fine" if an ordinary request is answered, else "".
   async ask() {
     const key = this.key();
     try {
       const address = new URL("../version", this.url.replace(/^ws/, "http"));
       const said = await fetch(address, { headers: key ? { authorization: `Bearer ${key}` } : {}, cache: "no-store" });
-      return said.status === 401 || said.status === 403 ? "key" : "";
+      return said.status === 401 || said.status === 403 ? "key" : said.ok ? "fine" : "";
     } catch { return ""; }
   }
 

@@ -152,7 +152,7 @@ export function stripOf(sum) {
       "One token per pass, at the mean time a pass of this answer took in the server. A pass without guesses can be quicker than one with them, so the true figure may be somewhat higher."],
     ["ttft", "first token", sum.ttftMs ? duration(sum.ttftMs) : "–", "Time from asking to the first token."],
   ];
-  if (sum.prompt !== null) rows.push(["cached", "prompt from cache", `${sum.cached}/${sum.prompt}`, "Prompt tokens that were found in the prefix cache and not computed again."]);
+  if (sum.prompt !== null) rows.push(["cached", "prompt cached", `${sum.cached}/${sum.prompt}`, "Prompt tokens that were found in the prefix cache and not computed again."]);
   if (sum.drafted) rows.push(["accepted", "guesses accepted", `${Math.round((100 * sum.accepted) / sum.drafted)} %`, `${sum.accepted} of ${sum.drafted} guesses were right.`]);
   return rows;
 }
