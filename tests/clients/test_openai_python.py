@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from tests import servers
-from tests.api.processes import Running
+from tests.api.processes import Running, echo_server
 
 HELLO: Any = [{"role": "user", "content": "hello 😀 world"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
@@ -204,3 +205,27 @@ def test_a_request_id_comes_back(echo: Running) -> None:
     address = echo.health.removesuffix("/health") + "/v1/models"
     answer = httpx.get(address, headers={"x-request-id": "mine-1"}, trust_env=False)
     assert answer.headers["x-request-id"] == "mine-1"
+
+
+def test_keys_and_a_full_queue_are_the_clients_own_errors() -> None:
+    keys = ["a-long-enough-key-1"]
+    with echo_server({"pause": 0.02, "rows": 1}, api_keys=keys, max_queue=1, grpc_port=None) as own:
+        url = own.health.removesuffix("/health") + "/v1"
+        with client(url) as api, pytest.raises(openai.AuthenticationError) as wrong:
+            api.models.list()
+        assert wrong.value.code == "invalid_api_key"
+        with openai.OpenAI(base_url=url, api_key=keys[0], max_retries=0) as api:
+            assert [model.id for model in api.models.list()] == ["echo"]
+            asked: Any = {"model": "echo", "messages": HELLO, "stream": True}
+            asked["extra_body"] = {"ignore_eos": True}
+            with ThreadPoolExecutor(3) as pool:  # one runs, one waits, one is refused
+                made = [pool.submit(api.chat.completions.create, **asked) for _ in range(3)]
+                answers = as_completed(made)
+                outcomes = [next(answers), next(answers)]
+                (full,) = [error for one in outcomes if (error := one.exception()) is not None]
+                (running,) = [one.result() for one in outcomes if one.exception() is None]
+                running.close()
+                next(answers).result().close()
+    assert isinstance(full, openai.InternalServerError)
+    assert full.status_code == 503 and full.code == "overloaded"
+    assert int(full.response.headers["retry-after"]) > 0
