@@ -237,3 +237,87 @@ def test_twenty_thousand_of_vllms_messages() -> None:
             refused += 1
             assert str(error)
     assert min(served, refused) > 500, (served, refused)
+
+
+FLOATS = [0.0, -1.0, 1e-45, 2.0**31, 2.0**63, float("nan"), float("inf"), float("-inf")]
+TEXTS = ["", "a" * (1 << 20), "\x00\x1b[2J\u202e", "<eos><|im_start|>", "\U0001f600" * 300]
+
+
+def values(field: Any) -> list[Any]:
+    """What to try a field with; [] for messages."""
+    kind = field.cpp_type
+    if kind in (field.CPPTYPE_DOUBLE, field.CPPTYPE_FLOAT):
+        return FLOATS
+    if kind == field.CPPTYPE_ENUM:
+        return [*(one.number for one in field.enum_type.values), 99, 2**31 - 1]
+    if kind == field.CPPTYPE_STRING:
+        binary = field.type == field.TYPE_BYTES
+        return [text.encode() for text in TEXTS] if binary else TEXTS
+    bounds = {
+        field.CPPTYPE_INT32: [0, 1, -1, -(2**31), 2**31 - 1],
+        field.CPPTYPE_UINT32: [0, 1, 2**31, 2**32 - 1],
+        field.CPPTYPE_INT64: [0, -1, -(2**63), 2**63 - 1],
+        field.CPPTYPE_UINT64: [0, 1, 2**31, 2**63, 2**64 - 1],
+        field.CPPTYPE_BOOL: [False, True],
+    }
+    return bounds.get(kind, [])
+
+
+def odd_ones(make: type[Message], depth: int = 4) -> Iterator[Message]:
+    """Messages with one field, at any depth, set to something odd."""
+    for field in make.DESCRIPTOR.fields:
+        inner = field.message_type
+        if inner is None:
+            for value in values(field):
+                made = make()
+                if field.is_repeated:
+                    getattr(made, field.name).extend([value] * 3)
+                else:
+                    setattr(made, field.name, value)
+                yield made
+        elif inner.GetOptions().map_entry:
+            keys, kept = (values(inner.fields_by_name[name]) for name in ("key", "value"))
+            for key in keys:
+                for value in kept:
+                    made = make()
+                    if inner.fields_by_name["value"].message_type is None:
+                        getattr(made, field.name)[key] = value
+                    yield made
+        elif depth:
+            for part in odd_ones(inner._concrete_class, depth - 1):
+                made = make()
+                if field.is_repeated:
+                    getattr(made, field.name).extend([part] * 2)
+                else:
+                    getattr(made, field.name).CopyFrom(part)
+                yield made
+
+
+@pytest.mark.parametrize("proto", ["ours", "theirs"])
+def test_every_field_with_every_odd_value(proto: str) -> None:
+    """Served or refused by name, and what is served stays within the bounds."""
+    if proto == "theirs" and vllm_grpc is None:
+        pytest.skip("needs smg-grpc-proto")
+    make = pb.GenerateRequest if proto == "ours" else vllm_grpc.vllm.GenerateRequest
+    convert = grpc_convert.generate if proto == "ours" else vllm_grpc.to_generate
+    tokens, engine = ByteTokens(), Echo()
+    served = refused = 0
+    for odd in odd_ones(make):
+        whole: Any = make()
+        if proto == "ours":
+            whole.prompt = "hi"
+        else:
+            whole.text = "hi"
+        whole.MergeFrom(odd)
+        try:
+            wire = convert(whole)
+            engine.validate(to_request(wire, tokens).request)
+        except (m.BadMessage, RequestError) as error:
+            refused += 1
+            assert getattr(error, "field", ""), (odd, error)
+            continue
+        served += 1
+        sampling = wire.sampling
+        assert 1 <= sampling.n <= 8 and 0 <= (sampling.temperature or 0) <= 2
+        assert wire.max_tokens is None or wire.max_tokens >= 1
+    assert served > 30 and refused > 60, (served, refused)
