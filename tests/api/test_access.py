@@ -7,7 +7,9 @@ import base64
 import http.client
 import json
 import re
+import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,11 +62,11 @@ def by_socket(server: Running, key: str = "", **fields: Any) -> m.Error | m.Fini
     if key:
         wrapped = base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")
         names.append(Subprotocol(f"specserve.key.{wrapped}"))
-    with connect(server.ws, subprotocols=names, proxy=None) as socket:
+    with connect(server.ws, subprotocols=names, proxy=None) as opened:
         made = codec.encode({"type": "generate", "gen": "g", "prompt": "hello", **fields})
-        socket.send(made.decode())
+        opened.send(made.decode())
         while True:
-            message = codec.server_message(socket.recv(20))
+            message = codec.server_message(opened.recv(20))
             if isinstance(message, (m.Error, m.Finished)):
                 return message
 
@@ -252,11 +254,11 @@ def test_a_full_server_says_so_at_once(tmp_path: Path) -> None:
         codec = m.Codec(m.JSON)
         wrapped = base64.urlsafe_b64encode(ALICE.encode()).decode().rstrip("=")
         names = [Subprotocol(m.JSON), Subprotocol(f"specserve.key.{wrapped}")]
-        with connect(running.ws, subprotocols=names, proxy=None) as socket:
+        with connect(running.ws, subprotocols=names, proxy=None) as opened:
             for gen in ("a", "b"):
                 wire = {"type": "generate", "gen": gen, "prompt": "x", "ignore_eos": True}
-                socket.send(codec.encode(wire).decode())
-            while not isinstance(codec.server_message(socket.recv(20)), m.Delta):
+                opened.send(codec.encode(wire).decode())
+            while not isinstance(codec.server_message(opened.recv(20)), m.Delta):
                 pass
             status, head, body = completion(running, BOB)
             assert status == 503 and head["retry-after"] == "1"
@@ -276,6 +278,52 @@ def test_a_full_server_says_so_at_once(tmp_path: Path) -> None:
         end = time.monotonic() + 10
         while completion(running, BOB)[0] != 200:  # the socket's end has freed both places
             assert time.monotonic() < end
+
+
+def test_a_first_token_that_does_not_come_ends_the_wait_on_every_transport(tmp_path: Path) -> None:
+    engine = {"pause": 0.02, "rows": 1}
+    with guarded(tmp_path, engine=engine, first_token_timeout_s=0.3) as running:
+        codec = m.Codec(m.JSON)
+        wrapped = base64.urlsafe_b64encode(ALICE.encode()).decode().rstrip("=")
+        names = [Subprotocol(m.JSON), Subprotocol(f"specserve.key.{wrapped}")]
+        with connect(running.ws, subprotocols=names, proxy=None) as opened:
+            wire = {"type": "generate", "gen": "a", "prompt": "x", "ignore_eos": True}
+            opened.send(codec.encode(wire).decode())
+            while not isinstance(codec.server_message(opened.recv(20)), m.Delta):
+                pass
+            status, _, body = completion(running, BOB)
+            assert (status, json.loads(body)["error"]["code"]) == (408, "timeout")
+            status, _, body = completion(running, BOB, stream=True)
+            # Until the first token a streamed answer has not begun, so it can still be refused.
+            assert (status, b'"timeout"' in body) == (408, True), body
+            told = by_socket(running, BOB)
+            assert isinstance(told, m.Error) and told.code == "timeout"
+            with pytest.raises(Refused) as refused:
+                by_grpc(running, BOB)
+            assert (refused.value.name, refused.value.reason) == ("DEADLINE_EXCEEDED", "TIMEOUT")
+            assert isinstance(codec.server_message(opened.recv(20)), m.Delta)  # undisturbed
+
+
+def test_a_server_out_of_descriptors_recovers(tmp_path: Path) -> None:
+    with guarded(tmp_path) as running:
+        pid = running.process.pid
+        used = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 20, used + 20))
+        host, port = running.health.partition("://")[2].partition("/")[0].split(":")
+        crowd = [socket.create_connection((host, int(port)), timeout=5) for _ in range(80)]
+        time.sleep(0.3)
+        for one in crowd:
+            one.close()
+        end = time.monotonic() + 20
+        while True:
+            try:
+                assert completion(running, ALICE)[0] == 200
+                break
+            except OSError:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+        running.process.terminate()
+        assert running.ended()[0] == 0
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
