@@ -109,7 +109,7 @@ class App:
             await self._failed(call, error)
         except RequestError as error:
             await self._failed(call, HttpError.of(failure(error)))
-        except OSError:
+        except ConnectionError:
             pass  # the client is gone
         except Exception:
             log.exception("%s %s failed, request %s", call.method, call.path[:200], call.id)

@@ -328,7 +328,7 @@ async def _twice(call: Call) -> None:
 KINDS = (
     RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError,
     UnicodeError, RecursionError, MemoryError, NotImplementedError, AssertionError, EOFError,
-    StopAsyncIteration, OverflowError, LookupError,
+    StopAsyncIteration, OverflowError, LookupError, OSError, TimeoutError, PermissionError,
 )  # fmt: skip
 FAILING = [*map(raises, KINDS), _started, _bad_header, _not_json, _twice]
 
