@@ -112,8 +112,9 @@ class Outbox:
         gen = message.gen
         if gen is None:
             return
-        message.seq = seq = self._next.get(gen, 0)
-        self._next[gen] = seq + 1
+        numbers = self._next
+        message.seq = seq = numbers.get(gen, 0)
+        numbers[gen] = seq + 1
         if type(message) is m.Delta:
             return
         if type(message) is m.Error or (type(message) is m.Finished and message.last):

@@ -121,7 +121,7 @@ class TextStream:
     """
 
     __slots__ = (
-        "_cut", "_held", "_include_stop", "_min_tokens", "_pieces", "_state", "_tokenizer", "count",
+        "_cut", "_held", "_include_stop", "_min_tokens", "_piece", "_state", "_tokenizer", "count",
         "stopped", "stops",
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ class TextStream:
         else:
             self.stops = StopStrings(stops) if stops else None
         self._tokenizer = tokenizer
-        self._pieces = pieces(tokenizer, skip_special, shown)
+        self._piece = pieces(tokenizer, skip_special, shown).__getitem__
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._cut = b""  # the beginning of a character
@@ -154,8 +154,7 @@ class TextStream:
             return ""
         if self.stops is None:
             self.count += len(tokens)
-            table = self._pieces
-            return self._characters(b"".join([table[token] for token in tokens]))
+            return self._characters(b"".join(map(self._piece, tokens)))
         parts: list[str] = []
         for token in tokens:
             self.count += 1
@@ -184,7 +183,7 @@ class TextStream:
         return None
 
     def _text(self, token: int) -> str:
-        return self._characters(self._pieces[token])
+        return self._characters(self._piece(token))
 
     def _characters(self, data: bytes) -> str:
         if self._cut:

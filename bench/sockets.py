@@ -1,9 +1,10 @@
-"""What the server itself costs per WebSocket message, against a bare picows that sends the same.
+"""What the server itself costs per WebSocket message, against bare picows with the same bytes.
 
 An engine that computes nothing ticks in its own thread; one message per socket and tick. The whole
 server and a bare picows server stand in one process and take turns; their clients are another
-process. CPU is that of the loop's thread. Latency: from the end of a step to the bytes at a client,
-by the machine's monotonic clock. Run `spec-serve bench sockets --help`.
+process. "push": bare picows sends ready bytes at each tick. "echo": it sends back what its clients
+send at each tick. CPU is that of the loop's thread. Latency: from the end of a step to the bytes at
+a client, by the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Bare:
         self.sockets: list[picows.WSTransport] = []
         self.frame = bytearray()
         self.sent = 0
-        self._tick, self._kind = tick, kind
+        self.kind, self._tick = kind, tick
         self._on = threading.Event()
         self._over = False
         self._server: asyncio.Server | None = None
@@ -61,6 +62,11 @@ class Bare:
         class Listener(picows.WSListener):
             def on_ws_connected(self, transport: picows.WSTransport) -> None:
                 bare.sockets.append(transport)
+
+            def on_ws_frame(self, transport: picows.WSTransport, frame: picows.WSFrame) -> None:
+                if frame.msg_type == bare.kind:
+                    transport.send(bare.kind, frame.get_payload_as_memoryview())
+                    bare.sent += 1
 
         self._server = await picows.ws_create_server(lambda request: Listener(), "127.0.0.1", 0)
         self._loop = asyncio.get_running_loop()
@@ -92,7 +98,7 @@ class Bare:
                 self._loop.call_soon_threadsafe(self._deliver, list(self.sockets))
 
     def _deliver(self, sockets: list[picows.WSTransport]) -> None:
-        kind, frame = self._kind, self.frame
+        kind, frame = self.kind, self.frame
         for transport in sockets:
             transport.send_reuse_external_bytearray(kind, frame, 14)
         self.sent += len(sockets)
@@ -124,6 +130,7 @@ async def clients(ours: int, bare: int, sockets: int, codec: str) -> None:
     held: dict[str, list[Any]] = {"ours": [], "bare": []}
     for _ in range(sockets if bare else 0):
         held["bare"].append(await picows.ws_connect(Reader, f"ws://127.0.0.1:{bare}/"))
+    echoing: asyncio.Task[None] | None = None
     while True:
         line = await loop.run_in_executor(None, sys.stdin.readline)
         if not line:
@@ -141,12 +148,28 @@ async def clients(ours: int, bare: int, sockets: int, codec: str) -> None:
                 transport.send_close(picows.WSCloseCode.OK)
                 transport.disconnect()
             held["ours"].clear()
+        elif line.startswith("echo "):
+            _, tick, frame = line.split()
+            bares = [transport for transport, _ in held["bare"]]
+            echoing = asyncio.create_task(_ask(bares, float(tick), kind, bytes.fromhex(frame)))
+        elif line == "quiet\n" and echoing is not None:
+            echoing.cancel()
         elif line == "clear\n":
             Reader.ages.clear()
         elif line == "ages\n":
             said = {"ages": sorted(Reader.ages)[:: max(1, len(Reader.ages) // 1000)]}
             sys.stdout.write(json.dumps({**said, "frame": Reader.last.hex()}) + "\n")
             sys.stdout.flush()
+
+
+async def _ask(
+    sockets: list[picows.WSTransport], tick: float, kind: picows.WSMsgType, frame: bytes
+) -> None:
+    """Send the same on all sockets, every tick."""
+    while True:
+        for transport in sockets:
+            transport.send(kind, frame)
+        await asyncio.sleep(tick)
 
 
 class Other:
@@ -206,7 +229,6 @@ async def cost(args: argparse.Namespace) -> dict[str, Any]:
     try:
         while len(bare.sockets) < args.sockets:
             await asyncio.sleep(0.02)
-        ages: list[int] = []
         for number in range(args.rounds):
             other.tell("clear")
             other.tell("ours")
@@ -214,7 +236,6 @@ async def cost(args: argparse.Namespace) -> dict[str, Any]:
                 await asyncio.sleep(0.02)
             ours = await spent(args.seconds, lambda: engine.stats().steps * args.sockets)
             told = await other.ask("ages")
-            ages += told["ages"]
             other.tell("leave")
             while server.app.sessions or not server.link.idle():
                 await asyncio.sleep(0.02)
@@ -223,10 +244,15 @@ async def cost(args: argparse.Namespace) -> dict[str, Any]:
             bare.go(True)
             plain = await spent(args.seconds, lambda: bare.sent)
             bare.go(False)
+            other.tell(f"echo {args.tick / 1e3} {told['frame']}")
+            echo = await spent(args.seconds, lambda: bare.sent)
+            other.tell("quiet")
+            await asyncio.sleep(0.1)
             rounds.append(
                 {
                     "round": number + 1, "bytes": len(frame), "ours us": ours.cpu_us,
-                    "bare us": plain.cpu_us, "ratio": ours.cpu_us / plain.cpu_us,
+                    "push us": plain.cpu_us, "to push": ours.cpu_us / plain.cpu_us,
+                    "echo us": echo.cpu_us, "to echo": ours.cpu_us / echo.cpu_us,
                     "p50 latency us": float(median(told["ages"])),
                 }
             )  # fmt: skip
