@@ -217,7 +217,7 @@ def _rendered(wire: Generate, tokenizer: TextTokens, template: str) -> list[int]
     if uses and not in_text:
         forms.append(not forms[0])
     for as_text in forms:
-        given = turns(messages, as_text)
+        given = turns(messages, template, as_text)
         if "developer" not in template:  # such templates would leave these turns out
             for turn in given:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]

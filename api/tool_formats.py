@@ -47,51 +47,53 @@ class Format:
         object.__setattr__(self, "markers", (*self.openers, *self.closers, *self.silent))
 
 
+# Understood from every family: what models are told whose templates know no tools (api/turns.py).
+_TAGGED: dict[str, Grammar] = {"<tool_call>": tagged_call}
+_TAGS = ("<tool_call>", "</tool_call>")
 # Small models forget their tags: Qwen2.5-Coder writes calls as bare or fenced JSON more often than
 # not. It is read as a call only if it begins like one and names a tool, so little else is caught.
+_FENCED: dict[str, Grammar] = {"```json": fenced_json}
+
 HERMES = Format(
     "hermes",
-    {"<tool_call>": tagged_call, "<function=": xml_call, "```json": fenced_json},
+    {**_TAGGED, **_FENCED, "<function=": xml_call},
     bare=listed_calls,
     closers=("</tool_call>", "</function>"),
-    controls=("<tool_call>", "</tool_call>"),
+    controls=_TAGS,
 )
 LLAMA = Format(
     "llama",
-    {"<|python_tag|>": listed_calls, "```json": fenced_json},
+    {"<|python_tag|>": listed_calls, **_TAGGED, **_FENCED},
     bare=listed_calls,
-    controls=("<|python_tag|>",),
+    closers=("</tool_call>",),
+    controls=("<|python_tag|>", *_TAGS),
 )
 MISTRAL = Format(
     "mistral",
-    {"[TOOL_CALLS]": mistral_calls},
-    controls=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    {"[TOOL_CALLS]": mistral_calls, **_TAGGED, **_FENCED},
+    closers=("</tool_call>",),
+    controls=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *_TAGS),
     short_ids=True,
 )
 DEEPSEEK = Format(
     "deepseek",
-    {"<｜tool▁call▁begin｜>": deepseek_call},
-    closers=("```",),
+    {"<｜tool▁call▁begin｜>": deepseek_call, **_TAGGED},
+    closers=("```", "</tool_call>"),
     silent=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     controls=(
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>", SEPARATOR,
+        "<｜tool▁call▁end｜>", SEPARATOR, *_TAGS,
     ),
 )  # fmt: skip
 BARRED = Format(
     "barred",
-    {"<|tool_call|>": json_calls, "<tool_call>": tagged_call},
+    {"<|tool_call|>": json_calls, **_TAGGED, **_FENCED},
     closers=("<|/tool_call|>", "</tool_call>"),
-    controls=("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>"),
+    controls=("<|tool_call|>", "<|/tool_call|>", *_TAGS),
 )
 GEMMA = Format(
     "gemma",
-    {
-        "```tool_code": fenced_calls,
-        "```tool_call": fenced_calls,
-        "```json": fenced_json,
-        "<tool_call>": tagged_call,
-    },
+    {"```tool_code": fenced_calls, "```tool_call": fenced_calls, **_TAGGED, **_FENCED},
     bare=listed_calls,
     closers=("</tool_call>",),
 )

@@ -6,6 +6,7 @@ for these, tools and calls are told in the text itself, in the way Hermes has it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ Turn = dict[str, Any]
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_ASKS_FOR_NONE = re.compile(r"content(?:'\]|\"\])? is (?:not )?none")
+_SHORT_IDS = re.compile(r"length (?:!=|==) 9")
 _ADVICE = """You can call functions. These are described here, as JSON:
 <tools>
 {tools}
@@ -44,12 +47,32 @@ def check_tools(tools: Sequence[dict[str, Any]]) -> None:
             raise RequestError(f"tools[{i}].function.name", told)
 
 
-def turns(messages: Sequence[ChatMessage], as_text: bool) -> list[Turn]:
+def turns(messages: Sequence[ChatMessage], template: str, as_text: bool) -> list[Turn]:
     """Messages for a template. as_text: arguments of calls are JSON text, not a mapping.
 
     Raises RequestError naming the message.
     """
-    return [_turn(i, message, as_text) for i, message in enumerate(messages)]
+    made = [_turn(i, message, as_text) for i, message in enumerate(messages)]
+    # DeepSeek's write another turn of the assistant for a call's content unless it is none; others
+    # add it to text and would fail.
+    if _ASKS_FOR_NONE.search(template):
+        for turn, message in zip(made, messages, strict=True):
+            if message.tool_calls and not turn["content"]:
+                turn["content"] = None
+    if _SHORT_IDS.search(template):
+        for turn in made:
+            for call in (turn, *turn.get("tool_calls", ())):
+                key = "tool_call_id" if call is turn else "id"
+                if key in call:
+                    call[key] = short_id(str(call[key]))
+    return made
+
+
+def short_id(name: str) -> str:
+    """A call's id as nine letters and digits, as Mistral's templates demand; always the same."""
+    if len(name) == 9 and name.isascii() and name.isalnum():
+        return name
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _turn(i: int, message: ChatMessage, as_text: bool) -> Turn:
@@ -134,7 +157,7 @@ def told_in_text(given: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> list
             said = f'{{"name": {json.dumps(function["name"])}, "arguments": {shown}}}'
             said = f"<tool_call>\n{said}\n</tool_call>"
             content = f"{content}\n{said}" if content else said
-        made.append({"role": role, "content": content})
+        made.append({"role": role, "content": content or ""})
     for turn in made:
         turn.pop("results", None)
     if tools:

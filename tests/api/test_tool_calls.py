@@ -309,6 +309,13 @@ def test_any_arguments_come_through(
     assert [(name, json.loads(args)) for name, args in found] == wanted
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_every_family_is_understood_when_told_in_text(form: Format) -> None:
+    """Models whose templates know no tools are told to write calls between these tags."""
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    assert parse(form, f"So: {call}\n{call}") == ("So:", [("weather", '{"city": "Bern"}')] * 2)
+
+
 def test_arguments_stream_as_they_come() -> None:
     parser = ToolParser(HERMES, TOOLS)
     assert parser.push('Yes. <tool_call>\n{"name": "weather", "argu') == [

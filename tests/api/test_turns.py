@@ -54,6 +54,17 @@ STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
 )
+# In the manner of DeepSeek's and Mistral's.
+NONE = (
+    "{% for m in messages %}{% for c in m['tool_calls'] %}<call {{ c['function']['name'] + "
+    "c['function']['arguments'] }}>{% endfor %}{% if m['role'] == 'assistant' and m['content'] "
+    "is not none %}<said {{ m['content'] }}>{% endif %}{% endfor %}{{ tools | length }}"
+)
+NINE = (
+    "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id|length != 9 %}"
+    "{{ raise_exception('nine letters!') }}{% endif %}{{ c.id }} {% endfor %}{{ m.tool_call_id }}"
+    "{% endfor %}{{ tools | length }}"
+)
 MARKS = {256: "<eos>", 257: "[TOOL_CALLS]", 258: "[ARGS]", 259: "<other>"}
 
 
@@ -99,6 +110,21 @@ def test_each_template_gets_arguments_in_the_form_it_takes() -> None:
     talk = [TALK[0], m.ChatMessage("assistant", "", tool_calls=[given])]
     assert "city=Köln;" in rendered(MAPPING, messages=talk)
     assert 'weather:{"city": "Köln"}' in rendered(JOINING, messages=talk)
+
+
+def test_a_call_without_text_has_none_where_templates_tell_it_apart() -> None:
+    assert rendered(NONE) == '<call weather{"city":"Köln"}>1'
+    talk = [TALK[0], m.ChatMessage("assistant", "Hm.", tool_calls=[CALL])]
+    assert rendered(NONE, messages=talk) == '<call weather{"city":"Köln"}><said Hm.>1'
+    assert rendered(NONE, messages=[TALK[0], m.ChatMessage("assistant", "")]) == "<said >1"
+
+
+def test_ids_are_made_short_for_templates_that_want_nine_characters() -> None:
+    one, two = rendered(NINE).removesuffix("1").split(" ")
+    assert one == two and len(one) == 9 and one.isalnum(), "a result still finds its call"
+    nine = {**CALL, "id": "aB3dE6gH9"}
+    talk = [TALK[0], m.ChatMessage("assistant", None, tool_calls=[nine])]
+    assert rendered(NINE, messages=talk) == "aB3dE6gH9 1"
 
 
 def test_arguments_cut_short_are_passed_on_as_they_are() -> None:
