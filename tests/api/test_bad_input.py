@@ -26,7 +26,7 @@ from spec_serve.spec.admission import Limits, check_request
 from spec_serve.spec.request import RequestError
 from spec_serve.spec.row import make_rows
 from tests.api.echo import ByteTokens, Echo
-from tests.api.nasty import FIELDS, NUMBERS, mutated, requests, with_field
+from tests.api.nasty import FIELDS, NUMBERS, OTHERS, TEXTS, mutated, requests, with_field
 
 INFO = Echo(context=512).info
 TOKENS = ByteTokens()
@@ -82,6 +82,23 @@ def test_the_same_over_the_wire() -> None:
             gen = codec.peek_gen(frame)
             assert gen is None or 1 <= len(gen) <= 64
     assert sum(seen.values()) > 15_000 and seen["served"] > 1000, seen
+
+
+def test_tools_of_every_wrong_shape() -> None:
+    chance = random.Random(5)
+    odd: list[Any] = [*OTHERS, *NUMBERS[:20], *TEXTS[:20]]
+    seen: collections.Counter[str] = collections.Counter()
+    for _ in range(3000):
+        schema: Any = {"type": chance.choice(["object", "string", 7, None, "\x00", ["null", 7]])}
+        for key in ("pattern", "properties", "items", "$ref", "enum", "required", "anyOf"):
+            if chance.random() < 0.3:
+                schema[key] = chance.choice([*odd, "(a+)+$", "[", "#/", {"$ref": "#"}])
+        function = {"name": chance.choice(["f", *TEXTS[:20], 7]), "parameters": schema}
+        tool = {"type": chance.choice(["function", "function", "file", 7]), "function": function}
+        tools = [chance.choice([tool, tool, tool, *odd]) for _ in range(chance.randint(0, 3))]
+        made = {"gen": "g", "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+        seen[tried(m.generate, made)] += 1
+    assert min(seen["bad"], seen["served"], seen["invalid_request"]) > 100, seen
 
 
 BOUNDED = {

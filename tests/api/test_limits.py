@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +19,8 @@ from spec_serve.api.auth import LOCAL, Principal
 from spec_serve.api.generation import Generation, Outbox
 from spec_serve.api.limits import Admission, Bounds, Bucket, Held
 from spec_serve.api.link import ThreadLink
+from spec_serve.api.process_child import ChildProcess
+from spec_serve.api.process_link import ProcessLink
 from spec_serve.api.service import Service
 from spec_serve.spec.request import (
     Delta,
@@ -28,6 +32,7 @@ from spec_serve.spec.request import (
     Usage,
 )
 from tests.api.echo import ByteTokens, Echo
+from tests.api.echo_process import echo_process
 from tests.api.serving import until
 
 ALICE, BOB = Principal("alice"), Principal("bob")
@@ -372,6 +377,36 @@ def test_an_engine_that_is_away_is_come_back_to() -> None:
             for caught in (early, later):
                 assert (caught.value.code, caught.value.retry_after_ms) == ("overloaded", 2000)
             assert service.admission.inside == 0
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_dies_frees_all_that_its_requests_held() -> None:
+    async def go() -> None:
+        link = ProcessLink(echo_process(pause=0.005, rows=16))
+        link.start()
+        service = Service(link, ByteTokens(), "echo", bounds=Bounds(queue=8, first_token_s=30.0))
+        try:
+            async with asyncio.timeout(60):
+                endless = {"ignore_eos": True, "sampling": {"n": 2}}
+                asked = [await Asked(service, str(i)).begin(**endless) for i in range(4)]
+                await until(lambda: all(len(one.outbox) > 2 for one in asked))
+                assert service.admission.inside == 8 and len(service.admission.live) == 4
+                assert isinstance(link._child, ChildProcess)
+                os.kill(link._child.pid, signal.SIGKILL)
+                ends = [await one.end() for one in asked]
+                assert {one.code for one in ends} == {"engine_error"}
+                assert service.admission.inside == service.admission.waiting_tokens == 0
+                assert not service.admission.live and not service.ready
+                with pytest.raises(RequestError) as caught:
+                    await Asked(service).begin()
+                assert (caught.value.code, caught.value.retry_after_ms) == ("overloaded", 2000)
+                while not service.ready:
+                    await asyncio.sleep(0.01)
+                assert (await (await Asked(service).begin()).end()).reason == "stop"
+        finally:
+            await link.stop()
+            service.close()
 
     asyncio.run(go())
 
