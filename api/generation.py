@@ -42,6 +42,8 @@ class Outbox:
     direct: takes a numbered message at once, while nothing waits; None: messages wait for `take`.
     """
 
+    __slots__ = ("_bytes", "_next", "_open", "_since", "_waiting", "direct", "wake")
+
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
         self.direct: Callable[[Numbered], None] | None = None
@@ -150,6 +152,11 @@ class Generation:
 
     `over` once its last message is in the outbox; `on_over` is called then.
     """
+
+    __slots__ = (
+        "_cancel", "_detail", "_ids", "_left", "_model", "_on_over", "_outbox", "_plain",
+        "_prepared", "_started", "_streams", "_tallies", "_token_text", "gen", "id", "over",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -42,22 +42,69 @@ class Burst:
     """
 
     def __init__(self) -> None:
-        self._ready: list[PicowsSocket] = []
+        self._ready: list[Pipe] = []
 
-    def add(self, socket: PicowsSocket) -> None:
+    def add(self, pipe: Pipe) -> None:
         """Flush it when this callback of the loop is over."""
         if not self._ready:
-            socket.loop.call_soon(self._flush)
-        self._ready.append(socket)
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._ready.append(pipe)
 
     def _flush(self) -> None:
         ready, self._ready = self._ready, []
-        for socket in ready:
+        for pipe in ready:
             try:
-                socket.flush()
+                pipe.flush()
             except Exception:
                 log.exception("a WebSocket could not be written to")
-                socket.transport.abort()
+                pipe.socket.transport.abort()
+
+
+class Pipe:
+    """The few things of a socket that a message touches on its way out.
+
+    Apart from the socket, because what is not in the processor's cache costs more than the work:
+    with many sockets that is every object of each. framed: `frame` holds a message to be sent;
+    more: the socket has others; soon: a flush is coming.
+    """
+
+    __slots__ = (
+        "_add", "_encode_into", "_kind", "_send", "frame", "framed", "more", "socket", "soon",
+    )  # fmt: skip
+
+    def __init__(self, socket: PicowsSocket, wire: picows.WSTransport, burst: Burst) -> None:
+        self.socket = socket
+        self.frame = bytearray(HEAD)
+        self.framed = self.more = self.soon = False
+        self._add, self._kind = burst.add, socket.kind
+        self._encode_into = socket.codec.encode_into
+        self._send = wire.send_reuse_external_bytearray
+
+    def push(self, message: m.Server) -> None:
+        """Make the frame of a message now and send it with the others of its step."""
+        if self.framed:
+            self._send(self._kind, self.frame, HEAD)
+        self._encode_into(message, self.frame, HEAD)
+        self.framed = True
+        if not self.soon:
+            self.soon = True
+            self._add(self)
+
+    def wake(self) -> None:
+        """The socket has more to send."""
+        self.more = True
+        if not self.soon:
+            self.soon = True
+            self._add(self)
+
+    def flush(self) -> None:
+        """Send what there is."""
+        self.soon = False
+        if self.framed:
+            self.framed = False
+            self._send(self._kind, self.frame, HEAD)  # nothing once a close frame is out
+        if self.more:
+            self.socket.flush_more()
 
 
 class PicowsSocket(ws.Socket, picows.WSListener):
@@ -72,14 +119,10 @@ class PicowsSocket(ws.Socket, picows.WSListener):
         self.transport = transport  # uvicorn's and the server's way to a connection
         self._connections, self._burst = connections, burst
         self._wire: picows.WSTransport | None = None
-        self._kind = _TEXT if self.codec.text else _BINARY
-        self._encode_into = self.codec.encode_into
+        self._pipe: Pipe | None = None
+        self.kind = _TEXT if self.codec.text else _BINARY
         self._paused = False  # writing: what comes is merged in the outbox
         self._deaf = False  # reading: the client has to read first
-        self._soon = False  # whether a flush is coming
-        self._more = False  # than what is in the buffer
-        self._frame = bytearray(HEAD)  # a message that came by `push`
-        self._framed = False
         self._held: deque[bytes | str] = deque()  # came while we were deaf
         self._heard = 0  # messages in this go
         self._ponged: bytes | None = None  # waits until writing goes on
@@ -97,51 +140,31 @@ class PicowsSocket(ws.Socket, picows.WSListener):
             if session is not None and session.overflowing:
                 self._too_slow()
             return
-        self._more = True
-        if not self._soon:
-            self._soon = True
-            self._burst.add(self)
+        if self._pipe is not None:
+            self._pipe.wake()
 
-    def push(self, message: m.Server) -> None:
-        """Make the frame of a message now and send it with the others of its step."""
-        if self._framed and self._wire is not None:
-            self._wire.send_reuse_external_bytearray(self._kind, self._frame, HEAD)
-        self._encode_into(message, self._frame, HEAD)
-        self._framed = True
-        if not self._soon:
-            self._soon = True
-            self._burst.add(self)
-
-    def flush(self) -> None:
-        """Send what there is."""
-        self._soon = False
-        wire = self._wire
-        if wire is None or self._shut:
+    def flush_more(self) -> None:
+        """Send what waits in the session, unless the client does not keep up."""
+        wire, pipe = self._wire, self._pipe
+        if wire is None or pipe is None or self._shut:
             return
-        if self._framed:
-            self._framed = False
-            wire.send_reuse_external_bytearray(self._kind, self._frame, HEAD)
-        if self._more:
-            self._flush_more(wire)
-
-    def _flush_more(self, wire: picows.WSTransport) -> None:
         while not self._paused and self.waiting:
             taken = self.take()
             if len(taken) == 1:
-                self._encode_into(taken[0], _buffer, HEAD)
-                wire.send_reuse_external_bytearray(self._kind, _buffer, HEAD)
+                self.codec.encode_into(taken[0], _buffer, HEAD)
+                wire.send_reuse_external_bytearray(self.kind, _buffer, HEAD)
             elif taken:
                 self._send_many(taken)
         if self._paused:
             return
-        self._more = False
+        pipe.more = False
         if self._deaf:
             self.loop.call_soon(self._listen)
         if self.closing is not None:
             self._finish(self.closing)
 
     def _send_many(self, messages: list[m.Server]) -> None:
-        encode, first = self.codec.encode, bytes([0x80 | self._kind.value])
+        encode, first = self.codec.encode, bytes([0x80 | self.kind.value])
         parts: list[bytes] = []
         for message in messages:
             frame = encode(message)
@@ -171,12 +194,13 @@ class PicowsSocket(ws.Socket, picows.WSListener):
             self._wire.send_pong(self._ponged)
             self._ponged = None
         self._tune()
-        self._more = True
-        self.flush()
+        if self._pipe is not None:
+            self._pipe.more = True
+            self._pipe.flush()
 
     def _tune(self) -> None:
-        if self.session is not None:
-            self.session.direct(None if self._paused else self.push)
+        if self.session is not None and self._pipe is not None:
+            self.session.direct(None if self._paused else self._pipe.push)
 
     def _too_slow(self) -> None:
         if self.closing != ws.SLOW and not self._shut:
@@ -211,6 +235,7 @@ class PicowsSocket(ws.Socket, picows.WSListener):
 
     def on_ws_connected(self, transport: picows.WSTransport) -> None:
         self._wire = transport
+        self._pipe = Pipe(self, transport, self._burst)
         self._connections.add(self)
         self.open()
 
@@ -276,7 +301,7 @@ class PicowsSocket(ws.Socket, picows.WSListener):
         if frame.msg_type == _CONTINUATION:
             if parts is None:
                 return self.close(ws.PROTOCOL)
-        elif frame.msg_type != self._kind:
+        elif frame.msg_type != self.kind:
             return self.close(ws.WRONG_FRAME)
         elif frame.fin:
             return self._message(frame.get_payload_as_bytes())

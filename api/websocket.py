@@ -27,12 +27,14 @@ UNAUTHORIZED, BAD_MESSAGE, SLOW = 3000, 4400, 4408
 MAX_BAD = 100  # messages nobody understands, before the socket is closed
 AUTH_S = 5.0  # for a key that comes as the first message
 
+_CODECS = {name: m.Codec(name) for name in m.SUBPROTOCOLS}
+
 
 class Socket:
     """One connection, whoever carries its frames."""
 
     def __init__(self, door: Door, entry: Entry) -> None:
-        self.codec = m.Codec(entry.codec)
+        self.codec = _CODECS[entry.codec]
         self.session: Session | None = None
         self.closing: int | None = None  # the code of the close frame that is to be sent
         self._door, self._entry = door, entry
