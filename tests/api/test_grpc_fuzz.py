@@ -179,12 +179,12 @@ def test_a_message_too_large_is_refused(channel: grpc.Channel) -> None:
     assert list(stub.Generate(pb.GenerateRequest(prompt="still here"), timeout=10))
 
 
-def test_twenty_thousand_messages_through_all_checks() -> None:
+def test_fifty_thousand_messages_through_all_checks() -> None:
     """What the decoder lets through is served or refused by name."""
     rng, tokens, engine = random.Random(4), ByteTokens(), Echo()
     seeds = [one.SerializeToString() for one in (RICH, PLAIN)]
     served = refused = garbage = 0
-    for turn in range(20_000):
+    for turn in range(50_000):
         data = mutated(seeds[turn % 2], rng)
         try:
             engine.validate(to_request(grpc_convert.generate(_read(data)), tokens).request)
@@ -201,11 +201,11 @@ def _read(data: bytes) -> pb.GenerateRequest:
     return pb.GenerateRequest.FromString(data)
 
 
-def test_twenty_thousand_session_messages() -> None:
+def test_fifty_thousand_session_messages() -> None:
     rng = random.Random(5)
     seeds = [one.SerializeToString() for one in SESSION]
     made = refused = 0
-    for turn in range(20_000):
+    for turn in range(50_000):
         try:
             message = pb.SessionRequest.FromString(mutated(seeds[turn % len(seeds)], rng))
         except DecodeError:
@@ -220,12 +220,12 @@ def test_twenty_thousand_session_messages() -> None:
 
 
 @pytest.mark.skipif(vllm_grpc is None, reason="needs smg-grpc-proto")
-def test_twenty_thousand_of_vllms_messages() -> None:
+def test_fifty_thousand_of_vllms_messages() -> None:
     (one,) = VLLM
     seed = one.SerializeToString()
     rng, tokens, engine = random.Random(6), ByteTokens(), Echo()
     served = refused = 0
-    for _ in range(20_000):
+    for _ in range(50_000):
         try:
             message = type(one).FromString(mutated(seed, rng))
         except DecodeError:
