@@ -144,6 +144,8 @@ class Admission:
 class Held:
     """What one request holds from its submission to its end. `take` is to see all its events."""
 
+    __slots__ = ("_admission", "_late", "_left", "_request", "_share", "_waits", "sink", "who")
+
     def __init__(
         self, admission: Admission, who: Principal, share: _Share, request: Request
     ) -> None:

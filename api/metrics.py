@@ -74,8 +74,13 @@ class Meter:
         self.drafted: dict[str, int] = {}
         self.accepted: dict[str, int] = {}
         self.drafts = self.draft_tokens = self.accepted_tokens = 0
-        self.by_position = [0] * MAX_POSITIONS
+        self._runs = [0] * (MAX_POSITIONS + 1)  # steps by how many guesses they accepted
         self._last: dict[tuple[str, int], float] = {}
+
+    @property
+    def by_position(self) -> list[int]:
+        """Guesses accepted at each depth: steps that accepted more than it."""
+        return [sum(self._runs[depth:]) for depth in range(1, MAX_POSITIONS + 1)]
 
     def observe(self, events: Sequence[Event]) -> None:
         """Count one step's events; a failure's code, too, when it is the engine's."""
@@ -102,8 +107,7 @@ class Meter:
         self.drafts += 1
         self.draft_tokens += step.drafted
         self.accepted_tokens += step.accepted
-        for position in range(min(step.accepted, MAX_POSITIONS)):
-            self.by_position[position] += 1
+        self._runs[min(step.accepted, MAX_POSITIONS)] += 1
         for name, (drafted, accepted) in step.sources.items():
             self.drafted[name] = self.drafted.get(name, 0) + drafted
             self.accepted[name] = self.accepted.get(name, 0) + accepted
