@@ -113,9 +113,12 @@ def _operation(route: Route, path: str, schemas: dict[type, Any]) -> dict[str, A
     if route.path.endswith("*") and described.answer is None:
         content = {"*/*": {}}
     if described.chunk is not None:
-        content[SSE] = {"schema": {"type": "string", "description": _events(described.chunk)}}
+        told = {"anyOf": [schemas[described.chunk], schemas[openai_wire.ErrorAnswer]]}
+        data = {"type": "string", "contentMediaType": JSON_TYPE, "contentSchema": told}
+        event = {"type": "object", "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}}
+        content[SSE] = {"schema": event}
     elif route.method == "POST" and described.answer is not None:
-        content[SSE] = {"schema": {"type": "string"}}
+        content[SSE] = {"schema": {"type": "object"}}
     # Anthropic's routes tell failures in a shape of their own.
     failure = {} if route.error is not None else schemas[openai_wire.ErrorAnswer]
     if route.path in ("/health", "/ready"):
@@ -144,10 +147,6 @@ def _operation(route: Route, path: str, schemas: dict[type, Any]) -> dict[str, A
             "content": {JSON_TYPE: {"schema": schemas[described.body]}},
         }
     return made
-
-
-def _events(chunk: type) -> str:
-    return f"Lines `data: ` with a {chunk.__name__} as JSON, then `data: [DONE]`."
 
 
 def routes(every: Callable[[], list[Route]]) -> list[Route]:
