@@ -145,8 +145,8 @@ class ToolParser:
 
     def _look(self, char: str) -> None:
         """A character outside of calls."""
-        if self._fresh and char == "{" and self.form.bare is not None and not self._held:
-            self._enter("", self.form.bare)
+        if self._fresh and char in self.form.bare and not self._held:
+            self._enter("", self.form.bare[char])
             self._read(char)
             return
         markers = self._markers

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from spec_serve.api.tool_grammars import (
     SEPARATOR,
     Grammar,
+    bracketed_calls,
     deepseek_call,
     fenced_calls,
     fenced_json,
@@ -28,7 +29,7 @@ from spec_serve.api.tool_grammars import (
 class Format:
     """One family's way.
 
-    openers: marker -> grammar. bare: read without a marker, if the text begins with a brace.
+    openers: marker -> grammar. bare: first character of the text -> grammar to read it with.
     closers: markers dropped behind a call, text anywhere else. silent: always dropped. controls:
     those of all markers that are control tokens in some vocabularies. Mistral's templates take no
     id but nine letters and digits: short_ids.
@@ -36,7 +37,7 @@ class Format:
 
     name: str
     openers: Mapping[str, Grammar]
-    bare: Grammar | None = None
+    bare: Mapping[str, Grammar] = field(default_factory=dict)
     closers: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
@@ -57,14 +58,14 @@ _FENCED: dict[str, Grammar] = {"```json": fenced_json}
 HERMES = Format(
     "hermes",
     {**_TAGGED, **_FENCED, "<function=": xml_call},
-    bare=listed_calls,
+    bare={"{": listed_calls},
     closers=("</tool_call>", "</function>"),
     controls=_TAGS,
 )
 LLAMA = Format(
     "llama",
     {"<|python_tag|>": listed_calls, **_TAGGED, **_FENCED},
-    bare=listed_calls,
+    bare={"{": listed_calls, "[": bracketed_calls},
     closers=("</tool_call>",),
     controls=("<|python_tag|>", *_TAGS),
 )
@@ -94,7 +95,7 @@ BARRED = Format(
 GEMMA = Format(
     "gemma",
     {"```tool_code": fenced_calls, "```tool_call": fenced_calls, **_TAGGED, **_FENCED},
-    bare=listed_calls,
+    bare={"{": listed_calls, "[": bracketed_calls},
     closers=("</tool_call>",),
 )
 # A text that only this family's template holds -> the family.

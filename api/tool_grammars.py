@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from spec_serve.api.tool_json import (
@@ -321,13 +323,43 @@ def fenced_calls(calls: Calls) -> Scan[bool]:
     elif char == "{":
         yield from json_call(calls)
         return (yield from _fence(calls))
-    found = _python_calls(source + (yield from until("```", MAX_SOURCE)))
-    if not all(calls.knows(name) for name, _ in found):
+    _tell(calls, _python_calls(source + (yield from until("```", MAX_SOURCE))))
+    return False
+
+
+def bracketed_calls(calls: Calls) -> Scan[bool]:
+    """A list without a marker: objects, or calls in Python as some Llamas and Gemmas write them."""
+    yield  # the bracket
+    char = yield from space()
+    if char == "{":
+        yield from _array(calls, char)
+        return False
+    name = ""
+    while char != "(":
+        if not (char.isalnum() or char in "_.-") or len(name) > MAX_NAME:
+            raise Malformed
+        name += char
+        char = yield
+    if not calls.knows(name):
         raise Malformed
-    for name, arguments in found:
-        calls.open(name)
-        calls.write(arguments)
-        calls.close()
+    source, depth, quote = ["[", name, "("], 2, ""
+    while depth:
+        char = yield
+        source.append(char)
+        if len(source) > MAX_SOURCE:
+            raise Malformed
+        if quote:
+            if char == "\\":
+                source.append((yield))
+            elif char == quote:
+                quote = ""
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+    _tell(calls, _python_calls("".join(source)))
     return False
 
 
@@ -349,11 +381,41 @@ def _fence(calls: Calls) -> Scan[bool]:
     return False
 
 
+def _tell(calls: Calls, found: list[tuple[str, str]]) -> None:
+    """All of them or none."""
+    if not all(calls.knows(name) for name, _ in found):
+        raise Malformed
+    for name, arguments in found:
+        calls.open(name)
+        calls.write(arguments)
+        calls.close()
+
+
+class _Words(ast.NodeTransformer):
+    """JSON's words for what Python writes otherwise; models mix them up."""
+
+    known = MappingProxyType({"true": True, "false": False, "null": None})
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """A bare name."""
+        return ast.Constant(self.known[node.id]) if node.id in self.known else node
+
+
+def _keywords(keywords: list[ast.keyword]) -> str:
+    """Arguments as JSON."""
+    values = {str(k.arg): ast.literal_eval(_Words().visit(k.value)) for k in keywords}
+    dumped = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    dumped.encode()
+    return dumped
+
+
 def _python_calls(source: str) -> list[tuple[str, str]]:
     """Calls with literal keyword arguments, alone, in print() or in a list. Nothing is run."""
     found: list[tuple[str, str]] = []
     try:
-        pending: list[ast.AST] = list(reversed(ast.parse(source.strip()).body))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of a backslash that escapes nothing
+            pending: list[ast.AST] = list(reversed(ast.parse(source.strip()).body))
         while pending:
             node = pending.pop()
             if isinstance(node, ast.Expr | ast.Assign):
@@ -366,10 +428,7 @@ def _python_calls(source: str) -> list[tuple[str, str]]:
                     continue
                 if node.args or any(keyword.arg is None for keyword in node.keywords):
                     raise Malformed
-                values = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-                dumped = json.dumps(values, ensure_ascii=False, allow_nan=False)
-                dumped.encode()
-                found.append((node.func.id, dumped))
+                found.append((node.func.id, _keywords(node.keywords)))
             else:
                 raise Malformed
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

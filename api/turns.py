@@ -21,7 +21,7 @@ Turn = dict[str, Any]
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _ASKS_FOR_NONE = re.compile(r"content(?:'\]|\"\])? is (?:not )?none")
-_SHORT_IDS = re.compile(r"length (?:!=|==) 9")
+_SHORT_IDS = re.compile(r"length (?:!=|==|<) 9")
 _ADVICE = """You can call functions. These are described here, as JSON:
 <tools>
 {tools}

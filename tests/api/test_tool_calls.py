@@ -196,6 +196,17 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
     ),
     (GEMMA, "```tool_code\n[weather(city='x'), clock()]\n```", "",
      [("weather", '{"city": "x"}'), ("clock", "{}")]),
+    (
+        LLAMA,
+        "[weather(city='a\\'])', tags=[1, (2)], exact=true), clock(a=None)] so",
+        " so",
+        [("weather", '{"city": "a\'])", "tags": [1, 2], "exact": true}'), ("clock", '{"a": null}')],
+    ),
+    (LLAMA, r"[clock(a='\d')]", "", [("clock", r'{"a": "\\d"}')]),
+    (GEMMA, '[{"name": "clock"}]', "", [("clock", "{}")]),
+    (GEMMA, "[1] a source", "[1] a source", []),
+    (LLAMA, "[nobody(city='x')]", "[nobody(city='x')]", []),
+    (LLAMA, "[weather(city)] is odd", "[weather(city)] is odd", []),
     (GEMMA, '```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```', []),
     (GEMMA, "```python\nx = {}\n```", "```python\nx = {}\n```", []),
 ]  # fmt: skip
@@ -223,7 +234,8 @@ FRAGMENTS = sorted(
         '{"name": "weather", "arguments": ', '{"name": "clock"', '"arguments"', '"parameters": {',
         '{"city": "x"}', "{", "}", "[", "]", '"', ",", ":", "\\", "\\u00", "1", "-", "tru", "null",
         " ", "\n", "weather", "clock", "unknown", "<", "</", "<parameter=city>", "</parameter>",
-        "<parameter=days>", ">", "`", "```", "(city='x')", "é", "😀", "\x00", "[ARGS", ";",
+        "<parameter=days>", ">", "`", "```", "(city='x')", "(", ")", "'", "é", "😀", "\x00",
+        "[ARGS", ";",
     }
 )  # fmt: skip
 PIECES = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25)
@@ -352,6 +364,8 @@ def test_hostile_text_takes_linear_time() -> None:
             parser = ToolParser(form, TOOLS)
             parser.push(part * 4_000)
             parser.finish()
+    for odd in ("[clock(a=" + "(" * 30_000, "[clock(a=" + "-" * 30_000 + "1)]"):
+        assert parse(LLAMA, odd) == (odd, [])
     deep = '<tool_call>{"name": "weather", "arguments": ' + '{"a":' * 50_000
     shown, [(name, arguments)] = parse(HERMES, deep)
     assert name == "weather" and arguments.count("{") == 200
