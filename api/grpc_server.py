@@ -7,11 +7,13 @@ mean stands in grpc_convert.py and behind the service.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.runtime_version import VersionError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
@@ -32,10 +34,17 @@ from spec_serve.api.text import TextStream
 from spec_serve.api.version import __version__
 from spec_serve.spec.request import RequestError
 
+log = logging.getLogger("spec_serve.grpc")
+
+_WHY_NOT = ""  # vLLM's interface is not offered
 try:
     from spec_serve.api import vllm_grpc
-except ImportError:  # its messages are an extra
+except ImportError as error:  # its messages are an extra
+    if (error.name or "").partition(".")[0] != "smg_grpc_proto":
+        raise
     vllm_grpc = None  # type: ignore[assignment]
+except (RuntimeError, VersionError) as error:  # made for other versions of gRPC or protobuf
+    vllm_grpc, _WHY_NOT = None, str(error)  # type: ignore[assignment]
 
 SERVICES = (
     pb.DESCRIPTOR.services_by_name["SpecServe"],
@@ -189,6 +198,8 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if vllm_grpc is not None:
             vllm_grpc.register(service, self._calls, self._server, feed)
+        elif _WHY_NOT:
+            log.warning("vLLM's gRPC interface is not offered: %s", _WHY_NOT)
         names = [described.full_name for described in SERVICES]
         if settings.reflection:
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)

@@ -144,7 +144,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def GetLoads(
         self, request: vllm.GetLoadsRequest, context: Any
     ) -> vllm.GetLoadsResponse:
-        """How busy the engine is."""
+        """How busy the engine is; there is one rank, 0."""
         info, stats = self._service.link.info, self._service.link.stats()
         used = stats.kv_used / stats.kv_total if stats.kv_total else 0.0
         hits = stats.prefix_hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
@@ -165,7 +165,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             timestamp=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             version=__version__,
             dp_rank_count=1,
-            loads=[load],
+            loads=[] if request.dp_rank else [load],
         )
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -198,6 +200,7 @@ def test_what_gateways_ask_before_they_route(stub: Any, channel: grpc.Channel) -
     server = stub.GetServerInfo(vllm.GetServerInfoRequest())
     assert (server.server_type, server.max_num_seqs) == ("vllm-grpc", 4)
     assert load(stub).max_running_requests == 4
+    assert not stub.GetLoads(vllm.GetLoadsRequest(dp_rank=1)).loads
     name = "vllm.grpc.engine.VllmEngine"
     answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -230,3 +233,35 @@ def test_an_archive_holds_the_files_and_is_always_the_same() -> None:
     assert sha256(data).digest() == sha256(archive(dict(reversed(files.items())))).digest()
     with zipfile.ZipFile(io.BytesIO(data)) as opened:
         assert {name: opened.read(name) for name in opened.namelist()} == files
+
+
+OTHER_PROTOBUF = """
+from google.protobuf import runtime_version as checks
+def check(*version, last=checks.ValidateProtobufRuntimeVersion):
+    if version[-1] == "vllm_engine.proto":
+        raise checks.VersionError("made for another protobuf")
+    last(*version)
+checks.ValidateProtobufRuntimeVersion = check
+"""
+
+
+@pytest.mark.parametrize(
+    ("breaks", "told"),
+    [
+        ("import sys; sys.modules['smg_grpc_proto'] = None", "False False"),
+        (OTHER_PROTOBUF, "False True"),
+        ("", "True False"),
+    ],
+)
+def test_a_server_goes_without_the_package(breaks: str, told: str) -> None:
+    """Missing, or made for another protobuf: our own interface stands."""
+    code = f"""{breaks}
+from spec_serve.api import grpc_server as server
+names = [one.full_name for one in server.SERVICES]
+assert "specserve.v1.SpecServe" in names
+print("vllm.grpc.engine.VllmEngine" in names, bool(server._WHY_NOT))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == told, done.stderr
