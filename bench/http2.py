@@ -36,6 +36,18 @@ def _head(address: str, path: str) -> bytes:
     return b"".join(b"\0" + _literal(name) + _literal(value) for name, value in fields.items())
 
 
+def opening(address: str, path: str, request: bytes) -> bytes:
+    """All that a client says: the preface, wide windows, the call's head and its one message."""
+    message = b"\0" + struct.pack(">I", len(request)) + request
+    return (
+        PREFACE
+        + _frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW, WIDE))
+        + _frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WIDE - 65_535))
+        + _frame(HEADERS, END_HEADERS, 1, _head(address, path))
+        + _frame(DATA, END_STREAM, 1, message)
+    )
+
+
 class Call:
     """A call at `address` (host:port) with one request; close it to cancel."""
 
@@ -43,15 +55,7 @@ class Call:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host.strip("[]"), int(port)), 10.0)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        message = b"\0" + struct.pack(">I", len(request)) + request
-        wide = struct.pack(">HI", INITIAL_WINDOW, WIDE)
-        self._socket.sendall(
-            PREFACE
-            + _frame(SETTINGS, 0, 0, wide)
-            + _frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WIDE - 65_535))
-            + _frame(HEADERS, END_HEADERS, 1, _head(address, path))
-            + _frame(DATA, END_STREAM, 1, message)
-        )
+        self._socket.sendall(opening(address, path, request))
 
     def close(self) -> None:
         """Hang up."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from spec_serve.api import messages as m
 from spec_serve.api.grpc_stats import sample
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
+from spec_serve.bench.http2 import opening
 from spec_serve.spec.stats import EngineStats
 from tests.api.processes import Running, echo_server
 
@@ -166,6 +170,37 @@ def test_clients_that_vanish_at_every_event_leave_nothing_behind() -> None:
             assert stats.finished == stats.requests
         server.process.send_signal(signal.SIGTERM)
         assert server.ended() == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's /proc")
+def test_connections_cut_at_any_byte_leave_nothing_behind() -> None:
+    """Closed or reset in the preface, a head, a message or an answer; and bytes of no protocol."""
+    rng = random.Random(9)
+    endless = pb.GenerateRequest(prompt="abc", stop=pb.Stop(ignore_eos=True))
+    with echo_server({"run": 2, "pause": 0.001}) as server:
+        host, _, port = server.grpc.rpartition(":")
+        path = "/specserve.v1.SpecServe/Generate"
+        whole = opening(server.grpc, path, endless.SerializeToString())
+        with grpc.insecure_channel(server.grpc) as channel:
+            stub: Any = pb_grpc.SpecServeStub(channel)
+            steady = stub.Generate(pb.GenerateRequest(prompt="steady " * 150), timeout=60)
+            next(steady)
+            before = descriptors(server)
+            for turn in range(400):
+                with socket.create_connection((host, int(port)), 10.0) as client:
+                    cut = rng.randint(0, len(whole)) if turn % 4 else len(whole)
+                    client.sendall(whole[:cut] if turn % 10 else rng.randbytes(cut))
+                    if turn % 4 == 0 and turn % 10:
+                        client.recv(rng.randint(1, 200))
+                    if turn % 2:  # a reset
+                        linger = struct.pack("ii", 1, 0)
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            assert "".join(event.delta.text for event in steady) == "steady " * 150
+            until(lambda: not running(stub))
+            until(lambda: descriptors(server) <= before)
+        server.process.send_signal(signal.SIGTERM)
+        code, said = server.ended()
+        assert code == 0 and "Traceback" not in said, said
 
 
 def test_heads_too_large_are_refused() -> None:
