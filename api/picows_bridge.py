@@ -30,6 +30,7 @@ def bridge(door: Door) -> Callable[..., Handover]:
     """What uvicorn's `ws` setting takes: called for each upgraded connection."""
 
     burst = Burst()
+    door.service.link.observers.insert(0, burst.flush)
 
     def made(config: Any, server_state: Any, app_state: Any) -> Handover:
         return Handover(door, server_state.connections, burst)

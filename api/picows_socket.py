@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import picows
@@ -19,6 +20,7 @@ from spec_serve.api import websocket as ws
 from spec_serve.api.auth import Principal
 from spec_serve.api.generation import MAX_STUCK_S
 from spec_serve.api.websocket_door import Door, Entry
+from spec_serve.spec.request import Event
 
 log = logging.getLogger("spec_serve.websocket")
 
@@ -45,12 +47,15 @@ class Burst:
         self._ready: list[Pipe] = []
 
     def add(self, pipe: Pipe) -> None:
-        """Flush it when this callback of the loop is over."""
+        """Flush it with the others of its step, or when this callback of the loop is over."""
         if not self._ready:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._ready.append(pipe)
 
-    def _flush(self) -> None:
+    def flush(self, events: Sequence[Event] = ()) -> None:
+        """Write; the link's observer, so that it comes before what is counted of a step."""
+        if not self._ready:
+            return
         ready, self._ready = self._ready, []
         for pipe in ready:
             try:

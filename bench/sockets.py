@@ -95,37 +95,47 @@ class Bare:
             self._on.wait()
             time.sleep(self._tick)
             if self._on.is_set() and not self._over:
-                self._loop.call_soon_threadsafe(self._deliver, list(self.sockets))
+                self._loop.call_soon_threadsafe(self._deliver, list(self.sockets), stamp())
 
-    def _deliver(self, sockets: list[picows.WSTransport]) -> None:
+    def _deliver(self, sockets: list[picows.WSTransport], stamped: int) -> None:
         kind, frame = self.kind, self.frame
+        frame[-4:] = stamped.to_bytes(4, "big")
         for transport in sockets:
             transport.send_reuse_external_bytearray(kind, frame, 14)
         self.sent += len(sockets)
 
 
 class Reader(picows.WSListener):
-    """A client that counts frames, and how old the steps in them are."""
+    """A client that keeps what came when, and looks at it later."""
 
-    codec = m.Codec(m.MSGPACK)
-    ages: list[int] = []
-    last = b""
+    heard: list[tuple[bytes, int]] = []
 
     def on_ws_connected(self, transport: picows.WSTransport) -> None:
         self.transport = transport
 
     def on_ws_frame(self, transport: picows.WSTransport, frame: picows.WSFrame) -> None:
-        payload = frame.get_payload_as_bytes()
-        message = Reader.codec.server_message(payload)
+        Reader.heard.append((frame.get_payload_as_bytes(), stamp()))
+
+
+def ages(codec: m.Codec, bare: bool) -> dict[str, Any]:
+    """How old messages were when they came, in microseconds; the last frame, in hex."""
+    found: list[int] = []
+    last = b""
+    for payload, now in Reader.heard:
+        if bare:
+            found.append(age_us(int.from_bytes(payload[-4:], "big"), now))
+            continue
+        message = codec.server_message(payload)
         if isinstance(message, m.Delta) and message.steps:
-            Reader.ages.append(age_us(message.steps[-1].host_us, stamp()))
-            Reader.last = payload
+            found.append(age_us(message.steps[-1].host_us, now))
+            last = payload
+    return {"p50": median(found or [0]), "frame": last.hex()}
 
 
 async def clients(ours: int, bare: int, sockets: int, codec: str) -> None:
     """The other process: takes commands on standard input, reports on standard output."""
-    Reader.codec = m.Codec(codec)
-    kind = picows.WSMsgType.TEXT if Reader.codec.text else picows.WSMsgType.BINARY
+    spoken = m.Codec(codec)
+    kind = picows.WSMsgType.TEXT if spoken.text else picows.WSMsgType.BINARY
     loop = asyncio.get_running_loop()
     held: dict[str, list[Any]] = {"ours": [], "bare": []}
     for _ in range(sockets if bare else 0):
@@ -141,7 +151,7 @@ async def clients(ours: int, bare: int, sockets: int, codec: str) -> None:
                     Reader, f"ws://127.0.0.1:{ours}{PATH}", extra_headers={SUBPROTOCOL: codec}
                 )
                 request = m.Generate(f"g{number}", prompt="x", ignore_eos=True, max_tokens=1 << 19)
-                transport.send(kind, Reader.codec.encode(request))
+                transport.send(kind, spoken.encode(request))
                 held["ours"].append((transport, reader))
         elif line == "leave\n":
             for transport, _ in held["ours"]:
@@ -155,10 +165,9 @@ async def clients(ours: int, bare: int, sockets: int, codec: str) -> None:
         elif line == "quiet\n" and echoing is not None:
             echoing.cancel()
         elif line == "clear\n":
-            Reader.ages.clear()
-        elif line == "ages\n":
-            said = {"ages": sorted(Reader.ages)[:: max(1, len(Reader.ages) // 1000)]}
-            sys.stdout.write(json.dumps({**said, "frame": Reader.last.hex()}) + "\n")
+            Reader.heard.clear()
+        elif line in ("ages\n", "bare ages\n"):
+            sys.stdout.write(json.dumps(ages(spoken, line.startswith("bare"))) + "\n")
             sys.stdout.flush()
 
 
@@ -242,8 +251,10 @@ async def cost(args: argparse.Namespace) -> dict[str, Any]:
             frame = bytes.fromhex(told["frame"])
             bare.frame = bytearray(14) + frame
             bare.go(True)
+            other.tell("clear")
             plain = await spent(args.seconds, lambda: bare.sent)
             bare.go(False)
+            late = await other.ask("bare ages")
             other.tell(f"echo {args.tick / 1e3} {told['frame']}")
             echo = await spent(args.seconds, lambda: bare.sent)
             other.tell("quiet")
@@ -253,7 +264,7 @@ async def cost(args: argparse.Namespace) -> dict[str, Any]:
                     "round": number + 1, "bytes": len(frame), "ours us": ours.cpu_us,
                     "push us": plain.cpu_us, "to push": ours.cpu_us / plain.cpu_us,
                     "echo us": echo.cpu_us, "to echo": ours.cpu_us / echo.cpu_us,
-                    "p50 latency us": float(median(told["ages"])),
+                    "p50 us": float(told["p50"]), "push p50 us": float(late["p50"]),
                 }
             )  # fmt: skip
     finally:
