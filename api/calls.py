@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -28,6 +28,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 Access = Literal["open", "key", "admin"]
 
 MAX_BODY = 8 << 20
+MAX_COMING = 256 << 20  # of bodies that have begun to arrive, all together
 JSON_TYPE, SSE_TYPE = "application/json", "text/event-stream; charset=utf-8"
 
 # HTTP status and OpenAI's error type for each code.
@@ -98,6 +99,8 @@ class Route:
 class Call:
     """One request. `principal` is set before a handler runs; `gone` once the client has left."""
 
+    coming: ClassVar[int] = 0  # bytes held of bodies that are not whole yet
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
         self.path: str = scope["path"]
@@ -137,16 +140,23 @@ class Call:
         if length is not None and length.isdigit() and int(length) > MAX_BODY:
             raise HttpError("too_large", f"a body may have at most {MAX_BODY} bytes")
         held = bytearray()  # not a list: pieces of one byte would cost fifty times their size
-        while True:
-            event = await self._receive()
-            if event["type"] == "http.disconnect":
-                self.gone.set()
-                raise ConnectionResetError("the client went away")
-            held += event.get("body", b"")
-            if len(held) > MAX_BODY:
-                raise HttpError("too_large", f"a body may have at most {MAX_BODY} bytes")
-            if not event.get("more_body"):
-                return bytes(held)
+        try:
+            while True:
+                event = await self._receive()
+                if event["type"] == "http.disconnect":
+                    self.gone.set()
+                    raise ConnectionResetError("the client went away")
+                part = event.get("body", b"")
+                Call.coming += len(part)
+                held += part
+                if len(held) > MAX_BODY:
+                    raise HttpError("too_large", f"a body may have at most {MAX_BODY} bytes")
+                if not event.get("more_body"):
+                    return bytes(held)
+                if Call.coming > MAX_COMING:
+                    raise HttpError("overloaded", "too much is being sent at once", retry_after_s=1)
+        finally:
+            Call.coming -= len(held)
 
     async def json(self, kind: type[T]) -> T:
         """The body as a msgspec type. HttpError invalid_request naming the field."""

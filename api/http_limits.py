@@ -18,6 +18,7 @@ MAX_PIPELINED = 16  # requests waiting behind the one that is being answered
 MAX_PIECES = 1 << 16  # chunks of a body: a chunk costs time, however small it is
 HEAD_S = 20.0  # for sending a head
 BODY_S = 60.0  # for sending a body
+LINGER_S = 5.0  # for sending the rest of a body that was answered before it was whole
 CLOSE_S = 30.0  # for reading the end of what was sent
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\n"
@@ -95,6 +96,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = True
         self._arrived()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head and self.cycle.response_complete and not self.transport.is_closing():
+            self._arrived()
+            self._expect(min(LINGER_S, BODY_S))
 
     def handle_websocket_upgrade(self) -> None:
         self._arrived()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from spec_serve.api import http_limits
+from spec_serve.api import calls, http_limits
 from spec_serve.api.calls import MAX_BODY, Call, HttpError, Route
 from spec_serve.api.server import Server
 from tests.api.serving import served
@@ -230,6 +230,37 @@ def test_a_body_has_a_size_whatever_its_form() -> None:
         answer = await raw(url, chunked(b""), *[piece] * 12)
         assert statuses(answer) in ([413], [])
         assert statuses(await raw(url, post(b"", length=MAX_BODY + 1))) == [413]
+
+    run(work)
+
+
+def test_bodies_have_a_size_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_COMING", 1 << 20)
+    monkeypatch.setattr(http_limits, "LINGER_S", 0.3)
+
+    async def work(server: Server, url: str) -> None:
+        host, port = url.removeprefix("ws://").partition("/")[0].split(":")
+        slow = []
+        for _ in range(3):  # 300 KB each, and then silence
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(post(b"a" * 300_000, length=MAX_BODY))
+            slow.append((reader, writer))
+        for _ in range(200):
+            if Call.coming >= 900_000:
+                break
+            await asyncio.sleep(0.01)
+        assert Call.coming == 900_000
+        assert statuses(await raw(url, post(b"b" * 100_000))) == [200]
+        answer = await raw(url, post(b"b" * 400_000, length=MAX_BODY).replace(BYE, HOST))
+        assert statuses(answer) == [503] and b"retry-after: 1" in answer
+        for _, writer in slow:
+            writer.close()
+        for _ in range(200):
+            if not Call.coming:
+                break
+            await asyncio.sleep(0.01)
+        assert Call.coming == 0
+        assert statuses(await raw(url, post(b"b" * 800_000))) == [200]
 
     run(work)
 
