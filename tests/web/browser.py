@@ -25,7 +25,8 @@ _START = (
     f"tests.__path__ = [{str(ROOT / 'tests')!r}]; sys.modules['tests'] = tests; "
     "from tests.web.page_server import main; sys.exit(main())"
 )
-WAIT_MS = 10_000
+WAIT_MS = 30_000  # a bound for a crowded machine, not a measure
+expect.set_options(timeout=WAIT_MS)
 
 
 class PageServer:

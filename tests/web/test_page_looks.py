@@ -77,11 +77,12 @@ def test_everything_has_a_name(reader: Reader) -> None:
 
 def test_a_screen_reader_hears_paragraphs_and_not_tokens(patient: Reader) -> None:
     page = patient.open()
-    say(page, "long 150")
+    say(page, "long 5000")
     article = page.locator(".message.assistant")
     expect(article).to_have_attribute("aria-busy", "true")
     # What still changes is silent; what is added to the log is finished.
     expect(article.locator(".tail")).to_have_attribute("aria-live", "off")
+    page.keyboard.press("Escape")
     done(page)
     expect(article).not_to_have_attribute("aria-busy", "true")
 

@@ -88,6 +88,15 @@ export class Answer {
     this.on.step(this);
   }
 
+  // Another tab goes on with this answer; what it writes is shown from the store.
+  leave() {
+    this.over = this.left = true;
+    clearInterval(this.timer);
+    this.link.release(this.gen);
+    this.on.over(this);
+    this.ended?.();
+  }
+
   lost(why) {
     this.end(why === "cancelled" ? "stopped" : "lost");
   }
@@ -124,8 +133,10 @@ export class Answer {
     Object.assign(this.message, { text: this.text, spans: packSpans(this.spans) });
     this.message.live = { gen: this.gen, seq, token: this.link.token(this.gen) || this.message.live.token };
     try {
-      const kept = await this.store.progress(this.chat, structuredClone(this.message));
-      if (!kept && !this.over) this.stop();
+      const said = await this.store.progress(this.chat, structuredClone(this.message));
+      if (this.over) return;
+      if (said === "gone") this.stop();
+      else if (said === "taken") this.leave();
       else if (seq !== this.saved) { this.saved = seq; this.link.ack(this.gen, seq); }
     } catch (trouble) { this.store.ontrouble(trouble); }
   }

@@ -13,11 +13,11 @@ const $ = (id) => document.getElementById(id);
 const NARROW = matchMedia("(max-width: 1100px)"), PHONE = matchMedia("(max-width: 760px)");
 const STATES = {
   connecting: "Connecting…", open: "", waiting: "Connection lost. Trying again…", draining: "The server is restarting…",
-  key: "An API key is needed.", elsewhere: "Continued in another tab.",
+  key: "An API key is needed.",
 };
 const WHY = { waiting: "waiting for the server", connecting: "waiting for the server", key: "an API key is needed", draining: "", open: "" };
 const REFUSED = "The server refuses this page’s socket; its --allow-origins may have to name this address.";
-const REMEDIES = { waiting: "Try now", key: "Enter a key", elsewhere: "Connect here" };
+const REMEDIES = { waiting: "Try now", key: "Enter a key" };
 const FIGURES_MS = 200, PLACE = "specserve.chat";
 
 const app = $("app"), log = $("log"), scroller = $("scroller"), input = $("input");
@@ -43,7 +43,7 @@ const link = new Link({
   onstate: async (state, detail) => {
     $("connection").textContent = (detail === "refused" ? REFUSED : STATES[state]) ?? "";
     $("connection").dataset.state = state;
-    $("reconnect").textContent = REMEDIES[state] ?? "";
+    if (REMEDIES[state]) $("reconnect").textContent = REMEDIES[state];
     $("reconnect").hidden = !REMEDIES[state];
     for (const answer of conversation.running.values()) answer.view?.waitsFor(WHY[state] ?? "");
     showComposer();
@@ -276,7 +276,6 @@ PHONE.addEventListener("change", () => closeSidebar());
 $("theme").addEventListener("click", nextTheme);
 $("reconnect").addEventListener("click", async () => {
   if (link.state === "key" && (await askKey(false))) link.connect();
-  else if (link.state === "elsewhere") link.connect();
   else link.now();
 });
 $("open-settings").addEventListener("click", async () => {

@@ -120,7 +120,8 @@ export class Conversation {
         step: (which) => { if (which.chat === this.id) this.on.step(which); },
         over: (which) => {
           this.running.delete(which.message.id);
-          if (which.chat === this.id && this.chat) this.chat.writer = null;
+          if (which.left && which.chat === this.id) this.read();
+          else if (which.chat === this.id && this.chat) this.chat.writer = null;
           this.on.changed(which);
         },
       },

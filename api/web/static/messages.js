@@ -92,6 +92,7 @@ export class MessageView {
     this.message = message;
     const mine = message.role === "user";
     this.element.className = `message ${message.role}`;
+    this.element.removeAttribute("aria-busy");
     this.element.dataset.state = message.state ?? "done";
     this.element.setAttribute("aria-label", mine ? "You" : "Answer");
     if (mine) this.body.textContent = message.text;

@@ -9,7 +9,7 @@ const base64url = (text) =>
   btoa(String.fromCharCode(...new TextEncoder().encode(text))).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
 
 // States: connecting, open, waiting (tries again; "refused": the server answers, but not this page's
-// socket), draining, key (one is needed), elsewhere (another tab took over).
+// socket), draining, key (one is needed).
 export class Link {
   // url: ws://…/v1/stream. key(): the key or "". onstate(state, detail), onhello(message),
   // onerror(message): an error that belongs to no generation.
@@ -51,6 +51,9 @@ export class Link {
     else this.live.delete(gen);
     lost("cancelled");
   }
+
+  // Takes no more part in a generation, which goes on elsewhere.
+  release(gen) { this.live.delete(gen); }
 
   // Messages up to seq are kept here and need not be kept there.
   ack(gen, seq) { if (this.hello && seq >= 0) this.say({ type: "ack", gen, seq }); }
@@ -123,7 +126,6 @@ export class Link {
     const knew = this.hello !== null;
     let detail = "";
     this.hello = this.socket = null;
-    if (code === 4409) return this.become("elsewhere");
     if (code === 3000) return this.become("key", this.key() ? "wrong" : "");
     this.become("connecting", "lost");
     if (!knew) {

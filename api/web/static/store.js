@@ -130,30 +130,33 @@ export class Store {
     return structuredClone(chat);
   }
 
-  // Writes one message that exists, and renews this tab's lease on the chat. False if the message
-  // or the chat is gone, or is written by another tab now.
+  // Writes one message that exists, and renews this tab's lease on the chat: "kept". Or "taken" if
+  // another tab writes there now, "gone" if the message or the chat is.
   async progress(id, message, what = "progress") {
-    const mine = (chat) => chat && (!chat.writer || chat.writer.tab === this.tab);
+    const judged = (chat, held) =>
+      !chat || held?.id !== message.id ? "gone" : chat.writer && chat.writer.tab !== this.tab ? "taken" : "kept";
     const lease = message.live ? { tab: this.tab, until: Date.now() + LEASE_MS } : null;
     if (!this.database) {
       const chat = this.memory.chats.get(id), list = this.memory.messages.get(id);
-      if (!mine(chat) || !list?.[message.at]) return false;
+      const said = judged(chat, list?.[message.at]);
+      if (said !== "kept") return said;
       chat.writer = lease;
       list[message.at] = structuredClone({ ...message, chat: id });
-      return true;
+      return said;
     }
     const transaction = this.database.transaction(["chats", "messages"], "readwrite");
     const finished = ended(transaction);
     finished.catch(() => {});
     const chats = transaction.objectStore("chats"), messages = transaction.objectStore("messages");
     const [chat, held] = await Promise.all([done(chats.get(id)), done(messages.get([id, message.at]))]);
-    if (!mine(chat) || held?.id !== message.id) return false;
+    const said = judged(chat, held);
+    if (said !== "kept") return said;
     chat.writer = lease;
     chats.put(chat);
     messages.put({ ...message, chat: id });
     await finished;
     this.tell(id, what);
-    return true;
+    return said;
   }
 
   async remove(id) {
