@@ -129,6 +129,21 @@ TAKE = """() => new Promise((resolve) => {
 })"""
 
 
+def test_a_duplicated_tab_is_a_tab_of_its_own(reader: Reader) -> None:
+    page = reader.open()
+    expect(page.locator("#model")).to_have_text("echo")
+    with page.expect_popup() as opened:
+        page.evaluate("void window.open(location.href)")
+    copied = opened.value
+    expect(copied.locator("#model")).to_have_text("echo")
+    name = "sessionStorage.getItem('specserve.tab')"
+    assert page.evaluate(name) != copied.evaluate(name)
+    before = page.evaluate(name)
+    page.reload()
+    expect(page.locator("#model")).to_have_text("echo")
+    assert page.evaluate(name) == before
+
+
 def test_a_closed_tabs_answer_is_taken_over(patient: Reader) -> None:
     one, two = patient.open(), patient.open()
     say(one, "long 5000")

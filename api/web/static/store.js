@@ -6,6 +6,7 @@
 // Knows no DOM and no server.
 
 const DATABASE = "specserve", VERSION = 1;
+const SAME_MS = 60;  // for other tabs to answer
 export const LEASE_MS = 5000;  // a writer that says nothing for so long is gone
 
 export class Stale extends Error {}
@@ -44,11 +45,17 @@ export class Store {
     this.onchange = onchange;
     this.ontrouble = ontrouble;
     this.tab = randomId(6);
+    this.self = randomId(6);  // of this page load
+    this.taken = false;
     this.database = null;
     this.memory = { chats: new Map(), messages: new Map() };  // used while database is null
     try {
       this.channel = new BroadcastChannel("specserve");
-      this.channel.onmessage = (event) => this.onchange(event.data);
+      this.channel.onmessage = ({ data }) => {
+        if (data.who === undefined) this.onchange(data);
+        else if (data.who === this.tab && data.taken === undefined) this.channel.postMessage({ who: this.tab, taken: data.self });
+        else if (data.taken === this.self) this.taken = true;
+      };
     } catch { this.channel = null; }
     try {
       // The same over a reload, so that a tab finds the answers it was writing.
@@ -57,7 +64,18 @@ export class Store {
     } catch { /* a tab without storage has no past */ }
   }
 
+  // A duplicated tab starts with a copy of the other's storage, its name included.
+  async ownName() {
+    if (!this.channel) return;
+    this.channel.postMessage({ who: this.tab, self: this.self });
+    await new Promise((resolve) => setTimeout(resolve, SAME_MS));
+    if (!this.taken) return;
+    this.tab = randomId(6);
+    try { sessionStorage.setItem("specserve.tab", this.tab); } catch { /* no storage */ }
+  }
+
   async open() {
+    await this.ownName();
     try {
       this.database = await openDatabase();
       this.database.onversionchange = () => { this.database.close(); this.database = null; };
