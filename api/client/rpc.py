@@ -135,6 +135,10 @@ class GrpcClient(_Caller):
         """End everything; what runs is cancelled."""
         await self._channel.close()
 
+    def session(self) -> Any:
+        """A call of the method Session."""
+        return self._stub.Session(metadata=self._metadata)
+
     async def generate(
         self,
         *,

@@ -41,7 +41,7 @@ _CODES: dict[grpc.StatusCode, m.Code] = {
     grpc.StatusCode.INTERNAL: "engine_error",
     grpc.StatusCode.UNKNOWN: "engine_error",
 }
-_KNOWN: dict[str, m.Code] = {code.upper(): code for code in get_args(m.Code)}
+KNOWN: dict[str, m.Code] = {code.upper(): code for code in get_args(m.Code)}
 
 
 def to_proto(wire: m.Generate, request_id: str = "") -> pb.GenerateRequest:
@@ -196,7 +196,7 @@ def failure(error: Any) -> ServerError | ConnectionLost:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         bad = error_details_pb2.BadRequest()
         if packed.Unpack(info):
-            code = _KNOWN.get(info.reason)
+            code = KNOWN.get(info.reason)
         elif packed.Unpack(bad) and bad.field_violations:
             field = bad.field_violations[0].field
         elif packed.Unpack(retry):

@@ -1,6 +1,6 @@
-"""The WebSocket client: many generations at once over one socket, going on after a drop if told to.
+"""The client of a session: many generations at once over one WebSocket, or one gRPC call.
 
-Speaks api/messages.py and nothing else. Imports no torch and knows no models.
+Goes on after a drop if told to. Speaks api/messages.py and nothing else. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import contextlib
 import itertools
 import random
 import ssl
+from collections import deque
 from collections.abc import AsyncGenerator, Coroutine
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
-
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
-from websockets.typing import Subprotocol
 
 from spec_serve.api import messages as m
 from spec_serve.client.answers import (
@@ -32,21 +29,24 @@ from spec_serve.client.answers import (
 )
 from spec_serve.client.streams import Stream
 from spec_serve.client.tls import Tls
+from spec_serve.client.wires import SocketWire, Wire, greeting, open_socket
 
 PATH = "/v1/stream"
 CONNECT_S = 10.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 # Closed by a restart, a failure or the network; other codes say that coming back is of no use.
 COME_BACK = (1001, 1006, 1011, 1012, 1013)
-_REFUSALS: dict[int, m.Code] = {
-    401: "unauthorized", 403: "forbidden", 429: "rate_limited", 503: "overloaded",
-}  # fmt: skip
 
 
 def address(url: str) -> str:
-    """ws(s)://host:port/v1/stream from that, from http(s)://host:port or from host:port."""
+    """ws(s)://host:port/v1/stream from that, from http(s)://host:port or from host:port.
+
+    grpc(s)://host:port stays as it is.
+    """
     parts = urlsplit(url if "://" in url else f"ws://{url}")
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    if scheme in ("grpc", "grpcs") and parts.netloc:
+        return url
     if scheme not in ("ws", "wss") or not parts.netloc:
         raise ValueError(f"url: {url!r} is not an address such as ws://127.0.0.1:8000")
     return urlunsplit(parts._replace(scheme=scheme, path=parts.path.rstrip("/") or PATH))
@@ -55,8 +55,9 @@ def address(url: str) -> str:
 class Client:
     """`async with Client(url) as client`.
 
-    codec: messages.MSGPACK or messages.JSON. origin: as a browser would say it. api_key: sent with
-    the handshake. tls: for wss://, whom to trust. resume: come back after a drop and go on where
+    url: ws://host:port, or grpc://host:port for a session over gRPC. codec: messages.MSGPACK or
+    messages.JSON. origin: as a browser would say it. api_key: sent with the handshake. tls: for
+    wss:// and grpcs://, whom to trust. resume: come back after a drop and go on where
     generations were, within the window the server gives. silence_s: a generation that says nothing
     for so long ends with TimeoutError.
 
@@ -83,12 +84,15 @@ class Client:
         self._codec = m.Codec(codec)
         self._origin, self._resume = origin, resume
         self._connect_s, self._silence_s = connect_s, silence_s
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._tls = tls.context() if isinstance(tls, Tls) else tls
-        self._socket: ClientConnection | None = None
+        self._api_key = api_key
+        self._over_grpc = self.url.startswith("grpc")
+        if self._over_grpc and isinstance(tls, ssl.SSLContext):
+            raise ValueError("tls: gRPC takes files (Tls), no SSLContext")
+        self._tls = tls if self._over_grpc or not isinstance(tls, Tls) else tls.context()
+        self._wire: Wire | None = None
         self._reader: asyncio.Task[None] | None = None
         self._streams: dict[str, Stream] = {}
-        self._pongs: asyncio.Queue[m.Pong] = asyncio.Queue()
+        self._pings: deque[asyncio.Future[m.Pong]] = deque()
         self._ids = itertools.count()
         self._opening = asyncio.Lock()
         self._asides: set[asyncio.Task[None]] = set()
@@ -112,12 +116,12 @@ class Client:
     async def close(self) -> None:
         """End everything; what runs is cancelled by the server."""
         self._closed = True
-        assert self._socket is not None and self._reader is not None
+        assert self._wire is not None and self._reader is not None
         for stream in list(self._streams.values()):
-            if self._up and stream.request.resumable:  # or the server would keep it running
+            if self._up:  # or the server would keep it running
                 with contextlib.suppress(ConnectionLost):
                     await self._say(m.Cancel(stream.request.gen))
-        await self._socket.close()
+        await self._wire.close()
         if not self._up:
             self._reader.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -180,53 +184,51 @@ class Client:
 
     async def cancel(self, gen: str) -> None:
         """End a generation; its Finished still comes."""
-        await self._say(m.Cancel(gen))
+        await self._say_surely(m.Cancel(gen))
 
     async def ping(self) -> m.Pong:
-        """One round trip."""
-        await self._say(m.Ping(asyncio.get_running_loop().time()))
-        return await self._pongs.get()
+        """One round trip. Raises ConnectionLost where the answer can't come any more."""
+        loop = asyncio.get_running_loop()
+        while True:
+            answer: asyncio.Future[m.Pong] = loop.create_future()
+            self._pings.append(answer)
+            try:
+                await self._say_surely(m.Ping(loop.time()))
+            except BaseException:
+                answer.cancel()
+                raise
+            try:
+                return await answer
+            except ConnectionLost:
+                if not self._resume or self._closed:
+                    raise
 
     def abort(self) -> None:
         """Drop the connection without a word, as a crash would."""
-        assert self._socket is not None
-        self._socket.transport.abort()
+        assert self._wire is not None
+        self._wire.abort()
 
     async def send_raw(self, frame: bytes | str) -> None:
-        """Send a frame as it is, for tests of a server's manners."""
-        assert self._socket is not None
-        await self._socket.send(frame)
+        """Send a WebSocket's frame as it is, for tests of a server's manners."""
+        assert isinstance(self._wire, SocketWire)
+        await self._wire.socket.send(frame)
 
     async def _connect(self) -> None:
-        secure: dict[str, Any] = {"ssl": self._tls} if self._tls is not None else {}
+        tls, key, within_s = self._tls, self._api_key, self._connect_s
+        if self._over_grpc:
+            from spec_serve.client.rpc_session import open_session
+
+            assert not isinstance(tls, ssl.SSLContext)
+            wire: Wire = await open_session(self.url, key, tls, within_s)
+        else:
+            assert not isinstance(tls, Tls)
+            wire = await open_socket(self.url, self._codec, self._origin, key, tls, within_s)
         try:
-            socket = await connect(
-                self.url,
-                subprotocols=[Subprotocol(self._codec.name)],
-                origin=self._origin,  # type: ignore[arg-type]
-                additional_headers=self._headers,
-                compression=None,
-                max_size=None,
-                open_timeout=self._connect_s,
-                proxy=None,
-                **secure,
-            )
-        except InvalidStatus as refused:
-            raise _refusal(refused) from None
-        except InvalidHandshake as error:
-            raise ConnectionLost(None, f"{self.url}: {error}") from None
-        try:
-            async with asyncio.timeout(self._connect_s):
-                first = self._codec.server_message(await socket.recv())
-        except ConnectionClosed as closed:
-            raise ConnectionLost(closed.rcvd.code if closed.rcvd else None) from None
-        if isinstance(first, m.Error):
-            await socket.close()
-            raise ServerError(first)
-        if not isinstance(first, m.Hello):
-            await socket.close()
-            raise ConnectionLost(None, f"{self.url}: the server did not say hello")
-        self._socket, self.hello, self._up = socket, first, True
+            self.hello = await greeting(wire, within_s)
+        except BaseException:
+            await wire.close()
+            raise
+        self._wire, self._up = wire, True
         self._lost, self.draining = None, False
 
     async def _ensure(self) -> None:
@@ -247,12 +249,20 @@ class Client:
                     raise
 
     async def _say(self, message: m.Client) -> None:
-        assert self._socket is not None
-        frame = self._codec.encode(message)
-        try:
-            await self._socket.send(frame.decode() if self._codec.text else frame)
-        except ConnectionClosed as closed:
-            raise ConnectionLost(closed.rcvd.code if closed.rcvd else None) from None
+        assert self._wire is not None
+        await self._wire.send(message)
+
+    async def _say_surely(self, message: m.Client) -> None:
+        """Say something; while the connection is being mended, once that is done."""
+        while True:
+            if self._resume:
+                await self._ensure()
+            try:
+                return await self._say(message)
+            except ConnectionLost:
+                if not self._resume or self._closed:
+                    raise
+            await asyncio.sleep(FIRST_DELAY_S)
 
     async def _serve(self) -> None:
         while True:
@@ -267,10 +277,10 @@ class Client:
         self._streams.clear()
 
     async def _read(self) -> None:
-        assert self._socket is not None
+        assert self._wire is not None
         try:
             while True:
-                message = self._codec.server_message(await self._socket.recv())
+                message = await self._wire.receive()
                 stream = None
                 if self._resume and isinstance(message, m.Delta | m.Finished):
                     stream = self._streams.get(message.gen)
@@ -279,21 +289,23 @@ class Client:
                     ack = stream.ack(isinstance(message, m.Finished))
                     if ack is not None:
                         await self._say(ack)
-        except ConnectionClosed as closed:
-            self._lost = closed.rcvd.code if closed.rcvd else 1006
         except ConnectionLost as lost:
             self._lost = lost.code or 1006
-        except m.BadMessage:
+        except (m.BadMessage, ServerError):
             self._lost = 1002
-            await self._socket.close(1002)
+            await self._wire.close(1002)
         finally:
             self._up = False
+            while self._pings:
+                if not (answer := self._pings.popleft()).done():
+                    answer.set_exception(ConnectionLost(self._lost))
 
     async def _back(self) -> bool:
         """Connect again and take over what ran; False when that is of no use or time is up."""
         if not self._resume or self._closed or self._lost not in COME_BACK:
             return False
-        assert self.hello is not None
+        assert self.hello is not None and self._wire is not None
+        await self._wire.close()
         window = self.hello.resume_window_s
         end, delay = monotonic() + max(window, self._connect_s), FIRST_DELAY_S
         code = self._lost
@@ -354,7 +366,8 @@ class Client:
 
     def _take(self, message: m.Server) -> None:
         if isinstance(message, m.Pong):
-            self._pongs.put_nowait(message)
+            if self._pings and not (answer := self._pings.popleft()).done():
+                answer.set_result(message)
             return
         if isinstance(message, m.Draining):
             self.draining = True
@@ -378,16 +391,3 @@ class Client:
             self._streams.pop(gen, None)
             if isinstance(message, m.Delta):  # out of step: the server is not to go on
                 self._aside(self._say(m.Cancel(gen)))
-
-
-def _refusal(refused: InvalidStatus) -> ServerError:
-    answer = refused.response
-    code = _REFUSALS.get(answer.status_code, "invalid_request")
-    body = (answer.body or b"").decode(errors="replace").strip()
-    after = answer.headers.get("retry-after", "")
-    wait_ms = int(after) * 1000 if after.isdigit() else 1000
-    retryable = answer.status_code in (429, 503)
-    said = f"the connection was refused ({answer.status_code}): {body[:500]}"
-    return ServerError(
-        m.Error(code, said, retryable=retryable, retry_after_ms=wait_ms if retryable else 0)
-    )

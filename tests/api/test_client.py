@@ -30,7 +30,7 @@ from spec_serve.client import (
 from spec_serve.client.answers import request
 from tests.api.processes import Running, echo_server
 
-KINDS = ("ws", "ws-sync", "grpc", "grpc-sync")
+KINDS = ("ws", "ws-sync", "session", "session-sync", "grpc", "grpc-sync")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,10 @@ class Asking:
             self.client: Any = Client(server.ws, **options)
         elif kind == "ws-sync":
             self.client = SyncClient(server.ws, **options)
+        elif kind == "session":
+            self.client = Client(f"grpc://{server.grpc}", **options)
+        elif kind == "session-sync":
+            self.client = SyncClient(f"grpc://{server.grpc}", **options)
         elif kind == "grpc":
             self.client = GrpcClient(server.grpc, **options)
         else:
@@ -143,7 +147,7 @@ def test_leaving_cancels(server: Running, kind: str) -> None:
     assert len(events) == 4
     wait_idle(server)
     ask = Asking(server, kind)
-    if kind == "ws-sync":
+    if kind in ("ws-sync", "session-sync"):
         with ask.client as one:
             with pytest.raises(ZeroDivisionError):
                 for _ in one.generate(**endless):
@@ -209,6 +213,28 @@ def test_many_threads_share_a_sync_client(server: Running) -> None:
         assert [answer.text for answer in pool.map(client.complete, texts)] == texts
         assert client.hello is not None and client.hello.models == ["echo"]
         assert client.ping().server_t > 0
+
+
+@pytest.mark.parametrize("kind", ["ws", "session"])
+def test_a_drop_in_the_middle(server: Running, kind: str) -> None:
+    async def go() -> None:
+        async with Asking(server, kind, resume=True).client as client:
+            text, said, count = "all of this is to arrive " * 20, "", 0
+            async for event in client.generate(prompt=text, steps="none"):
+                assert event.seq == count
+                count += 1
+                said += event.text if isinstance(event, m.Delta) else ""
+                if count in (3, 40, 41):
+                    client.abort()
+            assert said == text and client.resumes >= 2
+            assert (await client.ping()).server_t > 0
+        with pytest.raises(ConnectionLost):
+            async with Asking(server, kind).client as client:
+                async for _ in client.generate(prompt=text):
+                    client.abort()
+
+    asyncio.run(go())
+    wait_idle(server)
 
 
 def test_what_every_field_becomes_over_grpc() -> None:
@@ -289,6 +315,7 @@ def test_addresses() -> None:
     for url in ("ftp://h", "ws://", ""):
         with pytest.raises(ValueError, match="url"):
             websocket.address(url)
+    assert websocket.address("grpc://h:1") == "grpc://h:1"
     assert rpc.address("grpc://h:1") == rpc.address("h:1") == "h:1"
     with pytest.raises(ValueError, match="address"):
         rpc.address("grpc://")

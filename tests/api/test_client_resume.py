@@ -231,3 +231,26 @@ def test_silence_ends_and_cancels() -> None:
             await until(lambda: any(isinstance(said, m.Cancel) for said in server.heard))
 
     uvloop.run(go())
+
+
+def test_a_ping_whose_answer_cannot_come_ends() -> None:
+    async def go() -> None:
+        server = Dropper(0)  # never answers pings
+        async with dropping(server) as url:
+            async with Client(url, m.JSON) as client:
+                waiting = asyncio.create_task(client.ping())
+                await until(lambda: bool(server.heard))
+                client.abort()
+                with pytest.raises(ConnectionLost):
+                    await waiting
+                with pytest.raises(ConnectionLost):
+                    await client.ping()
+            server.heard.clear()
+            async with Client(url, m.JSON, resume=True) as client:
+                waiting = asyncio.create_task(client.ping())
+                await until(lambda: len(server.heard) == 1)
+                client.abort()
+                await until(lambda: len(server.heard) == 2)  # asked again
+                waiting.cancel()
+
+    uvloop.run(go())

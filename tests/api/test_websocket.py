@@ -135,8 +135,7 @@ def test_cancel_and_leaving_free_the_engine() -> None:
             await other.__aenter__()
             running = [other.generate(prompt="y" * 9, ignore_eos=True) for _ in range(6)]
             await asyncio.gather(*(anext(one) for one in running[:3]))
-            assert other._socket is not None
-            other._socket.transport.abort()
+            other.abort()
             await until(engine.idle)
             await until(lambda: len(server.app.sessions) == 1)
             assert other._reader is not None
