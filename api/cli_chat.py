@@ -20,10 +20,9 @@ from spec_serve.api.cli_generate import run, show, summary
 from spec_serve.api.cli_prompt import add_sampling, make_wire
 from spec_serve.api.messages import BadMessage, Generate
 from spec_serve.api.settings import ENGINE_GROUPS, PROCESS, SettingError
-from spec_serve.client import ServerError
+from spec_serve.client import ServerError, SyncClient
 
 if TYPE_CHECKING:
-    from spec_serve.client import SyncClient, SyncGrpcClient
     from spec_serve.spec.engine import Engine
     from spec_serve.target.tokenizer import Tokenizer
 
@@ -125,7 +124,7 @@ class Local:
 class Remote:
     """Answers from a server."""
 
-    def __init__(self, client: SyncClient | SyncGrpcClient) -> None:
+    def __init__(self, client: SyncClient) -> None:
         self._client = client
 
     def __call__(self, wire: Generate) -> Turn:

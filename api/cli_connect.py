@@ -1,7 +1,7 @@
 """`spec-serve chat --connect URL`: the same conversation with a server instead of an engine.
 
-Speaks to it through `spec_serve.client`, over a WebSocket (coming back after a drop) or gRPC.
-Loads no model and no torch.
+Speaks to it through `spec_serve.client`, over a WebSocket or a gRPC session, and comes back after a
+drop. Loads no model and no torch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spec_serve.api.messages import Delta, Generate
 from spec_serve.api.settings import SettingError
 from spec_serve.client import Answer, ServerError, SyncClient, Tls
-
-if TYPE_CHECKING:
-    from spec_serve.client import SyncGrpcClient
 
 API_KEY = "SPEC_SERVE_API_KEY"
 
@@ -37,27 +33,19 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     section.add_argument("--ca", metavar="FILE", help="authorities to trust (PEM)")
 
 
-def open_client(
-    given: argparse.Namespace,
-) -> AbstractContextManager[SyncClient | SyncGrpcClient]:
+def open_client(given: argparse.Namespace) -> SyncClient:
     """The client for these flags, not connected yet. SettingError for a bad address or file."""
     try:
         key = os.environ.get(API_KEY) or None
         if given.key_file:
             key = Path(given.key_file).read_text(encoding="utf-8").split("\n", 1)[0].strip()
         tls = Tls(given.ca) if given.ca else None
-        if given.connect.startswith(("grpc://", "grpcs://")):
-            from spec_serve.client import SyncGrpcClient
-
-            return SyncGrpcClient(given.connect, api_key=key, tls=tls)
         return SyncClient(given.connect, api_key=key, tls=tls, resume=True)
     except (OSError, ValueError) as error:
         raise SettingError(f"connect: {error}") from error
 
 
-def ask(
-    client: SyncClient | SyncGrpcClient, wire: Generate, show: Callable[[str], None]
-) -> Answer:
+def ask(client: SyncClient, wire: Generate, show: Callable[[str], None]) -> Answer:
     """One turn. show: gets each piece of text. Ctrl-C stops it, and what came is the answer.
 
     Raises ServerError, OSError, TimeoutError, BadMessage.
