@@ -120,7 +120,8 @@ TAKE = """() => new Promise((resolve) => {
     const chats = database.transaction("chats", "readwrite").objectStore("chats");
     chats.getAll().onsuccess = ({ target }) => {
       for (const chat of target.result) {
-        chat.writer = { tab: sessionStorage.getItem("specserve.tab"), until: 1 };
+        const tab = sessionStorage.getItem("specserve.tab");
+        chat.writer = { tab, until: Date.now() + 5000 };
         chats.put(chat);
       }
     };

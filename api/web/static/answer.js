@@ -55,21 +55,19 @@ export class Answer {
   }
 
   take(message) {
-    this.seq = message.seq ?? this.seq;
     this.dirty = true;
-    // Timers of hidden tabs come rarely; messages come all the same.
-    if (Date.now() - this.renewed > 2 * SAVE_MS) this.save();
-    if (message.type === "started") {
-      this.figures.started(message);
-      this.save();  // from here on another page load can take over
-    }
+    if (message.type === "started") this.figures.started(message);
     else if (message.type === "delta") this.grow(message);
-    else if (message.type === "finished") {
+    this.seq = message.seq ?? this.seq;  // together with its text, never before it
+    if (message.type === "finished") {
       this.figures.finished(message);
       if (message.last !== false) this.end(REASONS[message.reason] ?? "done");
     } else if (message.type === "error") {
-      const text = message.code === "timeout" ? "timeout" : "error";
-      this.end(text, message.message);
+      this.end(message.code === "timeout" ? "timeout" : "error", message.message);
+    } else if (message.type === "started" || Date.now() - this.renewed > 2 * SAVE_MS) {
+      // From the first message on another page load can take over. Later the timer saves, but timers
+      // of hidden tabs come rarely.
+      this.save();
     }
   }
 

@@ -187,6 +187,12 @@ export class Conversation {
 
   // After a page load: answers this tab, or one that is gone, was writing. The server may have more.
   async restore(chats) {
+    if (this.restoring) return;
+    this.restoring = true;
+    try { await this.takeOver(chats); } finally { this.restoring = false; }
+  }
+
+  async takeOver(chats) {
     for (const chat of chats) {
       if (!chat.writer || this.store.writtenElsewhere(chat) || this.writes(chat.id)) continue;
       const message = (await this.store.messages(chat.id)).findLast((m) => m.live);
@@ -197,7 +203,7 @@ export class Conversation {
         }, "progress");
         if (chat.id === this.id) this.chat = held;
       } catch { continue; }  // another tab was quicker
-      if (!message) continue;
+      if (!message || this.running.has(message.id)) continue;
       message.live.token ? this.run(message, (answer) => answer.adopt()) : this.run(message, (answer) => answer.lost("gap"));
     }
   }

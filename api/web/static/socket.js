@@ -52,8 +52,12 @@ export class Link {
     lost("cancelled");
   }
 
-  // Takes no more part in a generation, which goes on elsewhere.
-  release(gen) { this.live.delete(gen); }
+  // Takes no more part in a generation, which goes on elsewhere: the socket it came on is dropped, so
+  // that it can be taken over; what else ran on it is resumed on the next one.
+  release(gen) {
+    this.live.delete(gen);
+    this.socket?.close(RELOAD);
+  }
 
   // Messages up to seq are kept here and need not be kept there.
   ack(gen, seq) { if (this.hello && seq >= 0) this.say({ type: "ack", gen, seq }); }
