@@ -249,10 +249,12 @@ def load_native(
     quantize: str = "none",
     progress: Progress | None = None,
     isa: str = "auto",
+    activations: int = 16,
 ) -> NativeTransformer:
     """Build the model a checkpoint describes from its quantised weights.
 
     threads: 0 = as many as torch has. quantize: how plain weights are held ("q8_0", "q4_0", ...).
+    activations: bits they are rounded to for the products, 8 or 16.
     Raises ConfigError naming the tensor or the reason (see `unfit`).
     """
     if reason := unfit(checkpoint, quantize):
@@ -276,6 +278,7 @@ def load_native(
     raw.layers, raw.count = layers, config.layers
     raw.hidden, raw.intermediate, raw.vocab = config.hidden, config.intermediate, config.vocab
     raw.heads, raw.kv_heads, raw.head_dim = config.heads, config.kv_heads, config.head_dim
+    raw.planes = activations // 8
     raw.activation = ACTIVATIONS[config.activation]
     raw.eps, raw.attention_scale = config.eps, config.attention_scale
     raw.attention_softcap = config.attention_softcap or 0.0

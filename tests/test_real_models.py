@@ -59,23 +59,22 @@ def ask(
 
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("mode", ["off", "max"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-2), ("auto", 0.5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-2), ("auto", 5e-2)])
 def test_greedy_ids_and_logits_are_the_known_ones(
     name: str, mode: str, dtype: str, tolerance: float
 ) -> None:
     ids, logits = KNOWN[name]
     engine, _ = loaded(name, dtype)
-    # What nobody chooses on a CPU is the file's own quantisation, with eight-bit activations.
+    # What nobody chooses on a CPU is the file's own quantisation.
     assert engine.info.dtype == ("float32" if dtype == "float32" else QUANTISED[name])
     tokens, first, _ = ask(name, "Hi", mode, 16, 5, dtype)
-    assert tokens[:5] == ids[:5]
+    assert tokens == ids
     assert first[0][0] == ids[0]
     found = dict(first)
     best = max(logits.values())
     for token, logit in list(logits.items())[:3]:
         assert found[token] - first[0][1] == pytest.approx(logit - best, abs=tolerance)
     if dtype == "float32":
-        assert tokens == ids
         assert [token for token, _ in first] == list(logits)
 
 

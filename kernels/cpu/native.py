@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 ROWS, BLOCK = 16, 32
 MOST_GROUP = 16  # query heads per K/V head
 ISAS = ("avx512", "avx2", "generic")
@@ -57,7 +57,7 @@ class Model(Structure):
     _fields_ = [
         ("layers", POINTER(Layer)), ("count", c_int32), ("hidden", c_int32),
         ("intermediate", c_int32), ("heads", c_int32), ("kv_heads", c_int32),
-        ("head_dim", c_int32), ("vocab", c_int32), ("activation", c_int32), ("eps", c_float),
+        ("head_dim", c_int32), ("vocab", c_int32), ("planes", c_int32), ("activation", c_int32), ("eps", c_float),
         ("attention_scale", c_float), ("attention_softcap", c_float), ("logit_softcap", c_float),
         ("embed_scale", c_float), ("norm", c_void_p), ("embedding", Matrix), ("head", Stack),
         ("rope", c_void_p), ("local_rope", c_void_p),
@@ -118,7 +118,7 @@ def load() -> ctypes.CDLL:
     made.spec_native_runner_free.restype = None
     made.spec_native_forward.argtypes = [c_void_p, POINTER(Step)]
     made.spec_native_linear.argtypes = [
-        POINTER(Matrix), c_void_p, c_int64, c_void_p, c_char_p, c_void_p,
+        POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int32, c_char_p, c_void_p,
     ]  # fmt: skip
     made.spec_native_row.argtypes = [POINTER(Matrix), c_int64, c_void_p]
     made.spec_native_row.restype = None
@@ -181,13 +181,16 @@ class PackedMatrix:
         """Bytes held."""
         return self._data.numel() + (self._bias.numel() * 4 if self._bias is not None else 0)
 
-    def linear(self, x: Tensor, pool: Pool, isa: str = "auto") -> Tensor:
-        """x: [N, inputs] float32 -> [N, outputs], for tests and benches."""
+    def linear(self, x: Tensor, pool: Pool, isa: str = "auto", planes: int = 2) -> Tensor:
+        """x: [N, inputs] float32 -> [N, outputs], for tests and benches.
+
+        planes: of eight bits that an activation is held in, 1 or 2.
+        """
         outputs = self.matrix.outputs
         y = torch.empty(len(x), -(-outputs // ROWS) * ROWS)
         x = x.float().contiguous()
         wrong = load().spec_native_linear(
-            self.matrix, x.data_ptr(), len(x), y.data_ptr(), isa.encode(), pool.handle
+            self.matrix, x.data_ptr(), len(x), y.data_ptr(), planes, isa.encode(), pool.handle
         )
         if wrong:
             raise ValueError(f"isa: {isa!r} is not to be had on this processor")

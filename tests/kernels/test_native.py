@@ -61,15 +61,18 @@ def test_rows_are_the_weights_the_file_means(kind: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(FORMS))
-def test_products_are_right_to_the_activations_eight_bits(kind: str, pool: Pool) -> None:
+@pytest.mark.parametrize(("planes", "error"), [(1, 1e-2), (2, 5e-4)])
+def test_products_are_right_to_the_activations_bits(
+    kind: str, planes: int, error: float, pool: Pool
+) -> None:
     raw, meant = stored(kind)
     bias = torch.randn(OUTPUTS, generator=torch.Generator().manual_seed(1))
     packed = PackedMatrix(kind, raw, OUTPUTS, INPUTS, pool, bias)
     x = torch.randn(13, INPUTS, generator=torch.Generator().manual_seed(2))
     wanted = x @ meant.T + bias
     for isa in here():
-        found = packed.linear(x, pool, isa)
-        assert ((found - wanted).norm() / wanted.norm()).item() < 0.01
+        found = packed.linear(x, pool, isa, planes)
+        assert ((found - wanted).norm() / wanted.norm()).item() < error
 
 
 @pytest.mark.parametrize("kind", sorted(FORMS))
@@ -82,23 +85,28 @@ def test_whole_numbers_are_exact(kind: str, pool: Pool) -> None:
     x[:, ::32] = 127.0  # so that each block's scale is 1
     wanted = x.double() @ meant.double().T
     for isa in here():
-        error = (packed.linear(x, pool, isa).double() - wanted).abs().max()
+        error = (packed.linear(x, pool, isa, 1).double() - wanted).abs().max()
         assert error <= 1e-5 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize("kind", sorted(FORMS))
-def test_bits_hang_on_neither_company_nor_threads_nor_instruction_set(kind: str) -> None:
+def test_bits_hang_on_neither_company_nor_threads_nor_instruction_set(
+    kind: str, planes: int
+) -> None:
     raw, _ = stored(kind)
     one, three = Pool(1), Pool(3)
     packed = PackedMatrix(kind, raw, OUTPUTS, INPUTS, one)
     x = torch.randn(21, INPUTS, generator=torch.Generator().manual_seed(4))
     x[7] = 0.0
-    alone = torch.cat([packed.linear(x[i : i + 1], one, "generic") for i in range(len(x))])
+    alone = torch.cat(
+        [packed.linear(x[i : i + 1], one, "generic", planes) for i in range(len(x))]
+    )
     for isa in here():
         for threads in (one, three):
-            assert torch.equal(packed.linear(x, threads, isa), alone)
+            assert torch.equal(packed.linear(x, threads, isa, planes), alone)
         for n in (2, 3, 5, 12):
-            assert torch.equal(packed.linear(x[:n], one, isa), alone[:n])
+            assert torch.equal(packed.linear(x[:n], one, isa, planes), alone[:n])
 
 
 def test_rows_can_be_taken_in_another_order(pool: Pool) -> None:

@@ -72,13 +72,20 @@ def test_logits_and_taps_are_the_torch_models(family: str, kind: str) -> None:
     taps = (0, 2, 3)
     found, tapped = Run(load_native(checkpoint, 1, kind)).prompt(TOKENS, taps)
     wanted, features = reference.prompt(TOKENS, taps)
-    assert ((found - wanted).norm() / wanted.norm()).item() < 0.025
+    assert ((found - wanted).norm() / wanted.norm()).item() < 0.004
     assert tapped is not None and features is not None
     assert torch.equal(tapped[:, :64], features[:, :64])  # the embedding is exact
-    assert ((tapped - features).norm() / features.norm()).item() < 0.025
-    # Eight-bit activations move a tiny model's logits by more than a real one's; never its shape.
-    agree = (found.argmax(1) == wanted.argmax(1)).float().mean().item()
-    assert agree > 0.9
+    assert ((tapped - features).norm() / features.norm()).item() < 0.004
+    assert (found.argmax(1) == wanted.argmax(1)).float().mean().item() > 0.98
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_bit_activations_cost_accuracy_but_not_the_shape(family: str) -> None:
+    checkpoint = tiny_checkpoint(family)
+    wanted, _ = Run(load_model(rounded(checkpoint, "Q8_0"))).prompt(TOKENS)
+    found, _ = Run(load_native(checkpoint, 1, "q8_0", activations=8)).prompt(TOKENS)
+    assert 0.001 < ((found - wanted).norm() / wanted.norm()).item() < 0.025
+    assert (found.argmax(1) == wanted.argmax(1)).float().mean().item() > 0.9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,7 +140,7 @@ def test_many_query_heads_per_kv_head() -> None:
     checkpoint = tiny_checkpoint("qwen3", **changes)
     found, _ = Run(load_native(checkpoint, 1, "q8_0")).prompt(TOKENS)
     wanted, _ = Run(load_model(rounded(checkpoint, "Q8_0"))).prompt(TOKENS)
-    assert ((found - wanted).norm() / wanted.norm()).item() < 0.025
+    assert ((found - wanted).norm() / wanted.norm()).item() < 0.004
 
 
 def test_what_can_not_be_compiled_says_why() -> None:

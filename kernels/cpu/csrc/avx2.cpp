@@ -18,6 +18,10 @@ static inline f8 from_half8(const uint16_t* p) {
   return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
 
+static inline f8 fma8(f8 a, f8 b, f8 c) {
+  return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+
 static inline void to_half8(f8 v, uint16_t* out) {
   _mm_storeu_si128((__m128i*)out, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -53,73 +57,71 @@ static inline __m256 widen(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
 
+// Sums of products of one sub-block of codes with one plane of activations, eight rows each.
+template <int BITS, int SUBS, int T>
+static inline void products(const uint8_t* planes, int half, int sub, const int8_t* q,
+                            int64_t stride, __m256i* sums) {
+  constexpr int kSteps = 8 / SUBS;
+  // Sums of pairs stay below 2^15 for 8 steps of 15 * 127 * 2, 4 of 31, 2 of 63.
+  constexpr int kFits = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i pairs[T];
+  for (int t = 0; t < T; t++) sums[t] = pairs[t] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int s = 0; s < kSteps; s++) {
+    const int step = sub * kSteps + s;
+    __m256i w = codes<BITS>(planes, step, half * 32), size = w;
+    if constexpr (BITS == 8) {  // signed here: unsigned sums of pairs would not fit
+      w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+      size = _mm256_abs_epi8(w);
+    }
+    for (int t = 0; t < T; t++) {
+      int32_t four;
+      __builtin_memcpy(&four, q + t * stride + step * 4, 4);
+      __m256i x = _mm256_set1_epi32(four);
+      if constexpr (BITS == 8) x = _mm256_sign_epi8(x, w);
+      const __m256i product = _mm256_maddubs_epi16(size, x);
+      pairs[t] = s % kFits ? _mm256_add_epi16(pairs[t], product) : product;
+    }
+    if (s % kFits == kFits - 1 || s == kSteps - 1)
+      for (int t = 0; t < T; t++)
+        sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs[t], ones));
+  }
+}
+
 // Eight rows (half a group) times T tokens.
-template <int BITS, int SUBS, bool MINIMA, int T>
+template <int BITS, int SUBS, bool MINIMA, int PLANES, int T>
 static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes& x, int64_t token,
                         float* out, int64_t stride, bool add, const float* bias) {
   const int64_t blocks = m.inputs / kBlock;
   constexpr size_t kCodes = BITS == 8 ? 512 : BITS == 6 ? 384 : BITS == 5 ? 320 : 256;
   constexpr size_t kBytes = kCodes + 32 * SUBS + (MINIMA ? 32 : 0);
-  const __m256i ones = _mm256_set1_epi16(1);
   __m256 acc[T];
   for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
   const int8_t* q = x.q + token * x.inputs;
   const float* scale = x.scale + token * x.blocks;
   const int32_t* total = x.sum + token * x.blocks * 2;
-  for (int64_t b = 0; b < blocks; b++, p += kBytes) {
+  for (int64_t b = 0; b < blocks; b++, p += kBytes, q += kBlock) {
     const uint8_t* planes = p + 32 * SUBS + (MINIMA ? 32 : 0);
     const uint16_t* scales = (const uint16_t*)p + half * 8;
     _mm_prefetch((const char*)(p + 2048 + half * kBytes / 2), _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int sub = 0; sub < SUBS; sub++) {
-      constexpr int kSteps = 8 / SUBS;
       const __m256 dw = widen(scales + kRows * sub);
       __m256i sums[T];
-      if constexpr (BITS == 8) {
-        for (int t = 0; t < T; t++) sums[t] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-        for (int s = 0; s < kSteps; s++) {
-          const int step = sub * kSteps + s;
-          const __m256i w = _mm256_xor_si256(codes<8>(planes, step, half * 32),
-                                             _mm256_set1_epi8((char)0x80));
-          const __m256i size = _mm256_abs_epi8(w);
-          for (int t = 0; t < T; t++) {
-            int32_t four;
-            __builtin_memcpy(&four, q + t * x.inputs + b * kBlock + step * 4, 4);
-            const __m256i products =
-                _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(four), w));
-            sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(products, ones));
-          }
-        }
-      } else {
-        __m256i pairs[T];
-        for (int t = 0; t < T; t++) pairs[t] = _mm256_setzero_si256();
-        for (int t = 0; t < T; t++) sums[t] = _mm256_setzero_si256();
-        // Sums of pairs stay below 2^15 for 8 steps of 15 * 127 * 2, for 2 of 63 * 127 * 2.
-        constexpr int kFits = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
-#pragma GCC unroll 8
-        for (int s = 0; s < kSteps; s++) {
-          const int step = sub * kSteps + s;
-          const __m256i w = codes<BITS>(planes, step, half * 32);
-          for (int t = 0; t < T; t++) {
-            int32_t four;
-            __builtin_memcpy(&four, q + t * x.inputs + b * kBlock + step * 4, 4);
-            const __m256i products = _mm256_maddubs_epi16(w, _mm256_set1_epi32(four));
-            pairs[t] = s % kFits ? _mm256_add_epi16(pairs[t], products) : products;
-          }
-          if (s % kFits == kFits - 1 || s == kSteps - 1)
-            for (int t = 0; t < T; t++)
-              sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs[t], ones));
-        }
-        if constexpr (!MINIMA) {
-          for (int t = 0; t < T; t++) {
-            const int32_t* halves = total + (t * x.blocks + b) * 2;
-            const int32_t whole = SUBS == 2 ? halves[sub] : halves[0] + halves[1];
-            sums[t] = _mm256_sub_epi32(sums[t], _mm256_set1_epi32(m.zero * whole));
-          }
-        }
+      products<BITS, SUBS, T>(planes, half, sub, q, x.inputs, sums);
+      if constexpr (PLANES == 2) {
+        __m256i lows[T];
+        products<BITS, SUBS, T>(planes, half, sub, q + x.plane, x.inputs, lows);
+        for (int t = 0; t < T; t++)
+          sums[t] = _mm256_add_epi32(_mm256_mullo_epi32(sums[t], _mm256_set1_epi32(kPlane)), lows[t]);
       }
       for (int t = 0; t < T; t++) {
+        if constexpr (!MINIMA && BITS != 8) {
+          const int32_t* halves = total + (t * x.blocks + b) * 2;
+          const int32_t whole = SUBS == 2 ? halves[sub] : halves[0] + halves[1];
+          sums[t] = _mm256_sub_epi32(sums[t], _mm256_set1_epi32(m.zero * whole));
+        }
         const __m256 by = _mm256_mul_ps(dw, _mm256_set1_ps(scale[t * x.blocks + b]));
         acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t]), by, acc[t]);
       }
@@ -143,7 +145,7 @@ static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes
   }
 }
 
-template <int BITS, int SUBS, bool MINIMA>
+template <int BITS, int SUBS, bool MINIMA, int PLANES>
 static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
                    bool add, int from, int to) {
   const int64_t blocks = m.inputs / kBlock;
@@ -154,30 +156,22 @@ static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
       const int row = g * kRows + half * 8;
       if (row >= m.outputs) break;
       const float* bias = m.bias ? m.bias + row : nullptr;
-      int64_t t = 0;
       float* o = out + row;
-      for (; t + 4 <= tokens; t += 4)
-        tile<BITS, SUBS, MINIMA, 4>(m, p, half, x, t, o + t * stride, stride, add, bias);
-      switch (tokens - t) {
-        case 3: tile<BITS, SUBS, MINIMA, 3>(m, p, half, x, t, o + t * stride, stride, add, bias); break;
-        case 2: tile<BITS, SUBS, MINIMA, 2>(m, p, half, x, t, o + t * stride, stride, add, bias); break;
-        case 1: tile<BITS, SUBS, MINIMA, 1>(m, p, half, x, t, o + t * stride, stride, add, bias); break;
-      }
+      int64_t t = 0;
+      const auto some = [&](auto count) {
+        constexpr int T = decltype(count)::value;
+        tile<BITS, SUBS, MINIMA, PLANES, T>(m, p, half, x, t, o + t * stride, stride, add, bias);
+        t += T;
+      };
+      while (tokens - t >= 4) some(Count<4>());
+      if (tokens - t == 3) some(Count<3>());
+      if (tokens - t == 2) some(Count<2>());
+      if (tokens - t == 1) some(Count<1>());
     }
   }
 }
 
-static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
-                   bool add, int from, int to) {
-  switch (m.bits * 4 + (m.subblocks - 1) * 2 + m.minima) {
-    case 16: return rows16<4, 1, false>(m, x, tokens, out, stride, add, from, to);
-    case 17: return rows16<4, 1, true>(m, x, tokens, out, stride, add, from, to);
-    case 20: return rows16<5, 1, false>(m, x, tokens, out, stride, add, from, to);
-    case 21: return rows16<5, 1, true>(m, x, tokens, out, stride, add, from, to);
-    case 26: return rows16<6, 2, false>(m, x, tokens, out, stride, add, from, to);
-    case 32: return rows16<8, 1, false>(m, x, tokens, out, stride, add, from, to);
-  }
-}
+#include "dispatch.inl"
 
 }  // namespace avx2
 

@@ -18,6 +18,10 @@ static inline f8 from_half8(const uint16_t* p) {
   return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
 
+static inline f8 fma8(f8 a, f8 b, f8 c) {
+  return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+
 static inline void to_half8(f8 v, uint16_t* out) {
   _mm_storeu_si128((__m128i*)out, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -53,7 +57,7 @@ static inline __m512 widen(const uint16_t* p) {
 }
 
 // A group of sixteen rows times T tokens.
-template <int BITS, int SUBS, bool MINIMA, int T>
+template <int BITS, int SUBS, bool MINIMA, int PLANES, int T>
 static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64_t token,
                         float* out, int64_t stride, bool add, const float* bias) {
   const int64_t blocks = m.inputs / kBlock;
@@ -74,21 +78,28 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
 #pragma GCC unroll 2
     for (int sub = 0; sub < SUBS; sub++) {
       const __m512 dw = widen(scales + kRows * sub);
-      __m512i sums[T];
-      for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_si512();
+      __m512i sums[T], lows[T];
+      for (int t = 0; t < T; t++) sums[t] = lows[t] = _mm512_setzero_si512();
 #pragma GCC unroll 8
       for (int s = 0; s < kSteps; s++) {
         const int step = sub * kSteps + s;
         const __m512i w = codes<BITS>(planes, step);
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
+          const int8_t* at = q + t * x.inputs + b * kBlock + step * 4;
           int32_t four;
-          __builtin_memcpy(&four, q + t * x.inputs + b * kBlock + step * 4, 4);
+          __builtin_memcpy(&four, at, 4);
           sums[t] = _mm512_dpbusd_epi32(sums[t], w, _mm512_set1_epi32(four));
+          if constexpr (PLANES == 2) {
+            __builtin_memcpy(&four, at + x.plane, 4);
+            lows[t] = _mm512_dpbusd_epi32(lows[t], w, _mm512_set1_epi32(four));
+          }
         }
       }
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
+        if constexpr (PLANES == 2)
+          sums[t] = _mm512_add_epi32(_mm512_mullo_epi32(sums[t], _mm512_set1_epi32(kPlane)), lows[t]);
         if constexpr (!MINIMA) {
           const int32_t* halves = total + (t * x.blocks + b) * 2;
           const int32_t whole = SUBS == 2 ? halves[sub] : halves[0] + halves[1];
@@ -118,7 +129,7 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
   }
 }
 
-template <int BITS, int SUBS, bool MINIMA>
+template <int BITS, int SUBS, bool MINIMA, int PLANES>
 static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
                    bool add, int from, int to) {
   const int64_t blocks = m.inputs / kBlock;
@@ -128,31 +139,20 @@ static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
     const float* bias = m.bias ? m.bias + g * kRows : nullptr;
     float* o = out + g * kRows;
     int64_t t = 0;
-    for (; t + 8 <= tokens; t += 8)
-      tile<BITS, SUBS, MINIMA, 8>(m, p, x, t, o + t * stride, stride, add, bias);
-    if (tokens - t >= 4) {
-      tile<BITS, SUBS, MINIMA, 4>(m, p, x, t, o + t * stride, stride, add, bias);
-      t += 4;
-    }
-    switch (tokens - t) {
-      case 3: tile<BITS, SUBS, MINIMA, 3>(m, p, x, t, o + t * stride, stride, add, bias); break;
-      case 2: tile<BITS, SUBS, MINIMA, 2>(m, p, x, t, o + t * stride, stride, add, bias); break;
-      case 1: tile<BITS, SUBS, MINIMA, 1>(m, p, x, t, o + t * stride, stride, add, bias); break;
-    }
+    const auto some = [&](auto count) {
+      constexpr int T = decltype(count)::value;
+      tile<BITS, SUBS, MINIMA, PLANES, T>(m, p, x, t, o + t * stride, stride, add, bias);
+      t += T;
+    };
+    while (tokens - t >= 8) some(Count<8>());
+    if (tokens - t >= 4) some(Count<4>());
+    if (tokens - t == 3) some(Count<3>());
+    if (tokens - t == 2) some(Count<2>());
+    if (tokens - t == 1) some(Count<1>());
   }
 }
 
-static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
-                   bool add, int from, int to) {
-  switch (m.bits * 4 + (m.subblocks - 1) * 2 + m.minima) {
-    case 16: return rows16<4, 1, false>(m, x, tokens, out, stride, add, from, to);
-    case 17: return rows16<4, 1, true>(m, x, tokens, out, stride, add, from, to);
-    case 20: return rows16<5, 1, false>(m, x, tokens, out, stride, add, from, to);
-    case 21: return rows16<5, 1, true>(m, x, tokens, out, stride, add, from, to);
-    case 26: return rows16<6, 2, false>(m, x, tokens, out, stride, add, from, to);
-    case 32: return rows16<8, 1, false>(m, x, tokens, out, stride, add, from, to);
-  }
-}
+#include "dispatch.inl"
 
 }  // namespace avx512
 

@@ -99,7 +99,7 @@ class Runner {
     parts_ = cut.take<float>(n * m.kv_heads * segments_ * part_);
     const int64_t most = m.intermediate > q ? (m.intermediate > m.hidden ? m.intermediate : m.hidden)
                                             : (q > m.hidden ? q : m.hidden);
-    q_ = cut.take<int8_t>(n * most);
+    q_ = cut.take<int8_t>(n * most * m.planes);
     scale_ = cut.take<float>(n * (most / kBlock));
     sum_ = cut.take<int32_t>(n * (most / kBlock) * 2);
     node_ = cut.take<Node>(n);
@@ -129,7 +129,10 @@ class Runner {
     return at;
   }
 
-  Codes codes(int64_t inputs) const { return Codes{q_, scale_, sum_, inputs, inputs / kBlock}; }
+  Codes codes(int64_t inputs) const {
+    const int64_t plane = model_.planes == 2 ? nodes_ * inputs : 0;
+    return Codes{q_, scale_, sum_, inputs, inputs / kBlock, plane};
+  }
 
   // f(i) for i of [0, count), shared among the threads by turns.
   template <typename F>
@@ -363,7 +366,7 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int spec_native_version() { return 1; }
+EXPORT int spec_native_version() { return 2; }
 
 EXPORT const char* spec_native_isa(const char* wanted) {
   const native::Kernels* found = native::kernels_of(wanted);
@@ -393,14 +396,15 @@ EXPORT int spec_native_forward(void* runner, const native::Step* step) {
 
 // y [tokens, padded outputs] = W x, x [tokens, inputs] floats: for tests and benches.
 EXPORT int spec_native_linear(const native::Matrix* m, const float* x, int64_t tokens, float* y,
-                              const char* isa, void* pool) {
+                              int planes, const char* isa, void* pool) {
   const native::Kernels* kernels = native::kernels_of(isa);
   if (!kernels) return 1;
   const int64_t blocks = m->inputs / native::kBlock;
-  std::vector<int8_t> q(tokens * m->inputs);
+  std::vector<int8_t> q(tokens * m->inputs * planes);
   std::vector<float> scale(tokens * blocks);
   std::vector<int32_t> sum(tokens * blocks * 2);
-  const native::Codes codes = {q.data(), scale.data(), sum.data(), m->inputs, blocks};
+  const int64_t plane = planes == 2 ? tokens * m->inputs : 0;
+  const native::Codes codes = {q.data(), scale.data(), sum.data(), m->inputs, blocks, plane};
   for (int64_t t = 0; t < tokens; t++) kernels->quantise(x + t * m->inputs, codes, t);
   native::Pool& threads = *(native::Pool*)pool;
   const int all = native::groups(*m), size = threads.size();

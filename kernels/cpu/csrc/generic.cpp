@@ -16,11 +16,17 @@ static inline f8 from_half8(const uint16_t* p) {
   return v;
 }
 
+static inline f8 fma8(f8 a, f8 b, f8 c) { return a * b + c; }
+
 static inline void to_half8(f8 v, uint16_t* out) {
   for (int i = 0; i < 8; i++) out[i] = float_to_half(v[i]);
 }
 
 #include "parts.inl"
+
+static inline int code_of(const Codes& x, const int8_t* q, int at) {
+  return x.plane ? kPlane * q[at] + q[x.plane + at] : q[at];
+}
 
 static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
                    bool add, int from, int to) {
@@ -43,7 +49,7 @@ static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
           for (int step = 0; step < 8; step++)
             for (int j = 0; j < 4; j++)
               sums[m.subblocks == 2 ? step / 4 : 0] +=
-                  (code_at(m, planes, step, r * 4 + j) - m.zero) * q[step * 4 + j];
+                  (code_at(m, planes, step, r * 4 + j) - m.zero) * code_of(x, q, step * 4 + j);
           for (int s = 0; s < m.subblocks; s++)
             acc[r] = fmaf((float)sums[s], half_to_float(scales[kRows * s + r]) * dx, acc[r]);
           if (m.minima)

@@ -8,6 +8,7 @@ namespace native {
 
 constexpr int kRows = 16;      // output rows interleaved in a group
 constexpr int kBlock = 32;     // inputs that share an activation scale
+constexpr int kPlane = 254;    // what the high plane of activations counts
 constexpr int kSegment = 256;  // positions attended to as one task
 constexpr int kChunk = 64;     // positions per update of the running softmax
 
@@ -30,15 +31,22 @@ inline size_t block_bytes(const Matrix& m) {
   return codes + 32u * m.subblocks + (m.minima ? 32u : 0u);
 }
 
+template <int N>
+struct Count {  // a number known to the compiler
+  static constexpr int value = N;
+};
+
 inline int groups(const Matrix& m) { return (m.outputs + kRows - 1) / kRows; }
 
-// Activations of n tokens, quantised: codes [n, inputs], per block of 32 a scale and the sums of the
-// codes of its halves.
+// Activations of n tokens, quantised: per block of 32 a scale, the codes, and the sums of the codes
+// of its halves. A code has 8 bits, or nearly 16 in two planes, kPlane * high + low, [planes, n,
+// inputs]; both lie within -127..127, so that a sign can be taken off.
 struct Codes {
   int8_t* q;
   float* scale;  // [n, blocks]
   int32_t* sum;  // [n, 2 * blocks]
   int64_t inputs, blocks;
+  int64_t plane;  // bytes from the high plane to the low one; 0 = there is one of 8 bits
 };
 
 // Matrices one below the other, each of its own quantisation; all but the last have a multiple of 16
@@ -60,6 +68,7 @@ struct Layer {
 struct Model {
   const Layer* layers;
   int32_t count, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+  int32_t planes;      // of activation codes, 1 or 2
   int32_t activation;  // 0 silu, 1 gelu, 2 gelu by tanh
   float eps, attention_scale, attention_softcap, logit_softcap, embed_scale;
   const float* norm;

@@ -1,5 +1,6 @@
 // Everything but the linear maps, in vectors of eight floats that each compiler target maps onto
-// its registers. Included once per instruction set, inside that set's namespace.
+// its registers. Included once per instruction set, inside that set's namespace. Products and sums
+// are joined only where fma8 says so (-ffp-contract=off): no bit hangs on what a compiler inlines.
 
 typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
@@ -29,12 +30,12 @@ static inline f8 exp8(f8 x) {
   const f8 n = (x * all8(1.44269504f) + shift) - shift;
   const f8 r = (x - n * all8(0.693359375f)) - n * all8(-2.12194440e-4f);
   f8 p = all8(1.0f / 720);
-  p = p * r + all8(1.0f / 120);
-  p = p * r + all8(1.0f / 24);
-  p = p * r + all8(1.0f / 6);
-  p = p * r + all8(0.5f);
-  p = p * r + all8(1.0f);
-  p = p * r + all8(1.0f);
+  p = fma8(p, r, all8(1.0f / 120));
+  p = fma8(p, r, all8(1.0f / 24));
+  p = fma8(p, r, all8(1.0f / 6));
+  p = fma8(p, r, all8(0.5f));
+  p = fma8(p, r, all8(1.0f));
+  p = fma8(p, r, all8(1.0f));
   const i8 exponent = (__builtin_convertvector(n, i8) + 127) << 23;
   f8 scale;
   __builtin_memcpy(&scale, &exponent, 32);
@@ -67,6 +68,7 @@ static void quantise(const float* x, const Codes& codes, int64_t token) {
   int8_t* q = codes.q + token * codes.inputs;
   float* scale = codes.scale + token * codes.blocks;
   int32_t* sums = codes.sum + token * codes.blocks * 2;
+  const float most_code = codes.plane ? 127.0f * kPlane : 127.0f;
   for (int64_t b = 0; b < codes.blocks; b++, x += kBlock, q += kBlock) {
     f8 v[4], most = all8(0.0f);
     for (int i = 0; i < 4; i++) {
@@ -74,14 +76,22 @@ static void quantise(const float* x, const Codes& codes, int64_t token) {
       const f8 size = v[i] < 0 ? -v[i] : v[i];
       most = size > most ? size : most;
     }
-    const float peak = max8(most), inverse = peak > 0 ? 127.0f / peak : 0.0f;
-    scale[b] = peak / 127.0f;
+    const float peak = max8(most), inverse = peak > 0 ? most_code / peak : 0.0f;
+    scale[b] = peak / most_code;
     const f8 shift = all8(12582912.0f);
     i8 sum[2] = {};
     for (int i = 0; i < 4; i++) {
-      const i8 code = __builtin_convertvector((v[i] * all8(inverse) + shift) - shift, i8);
+      const f8 whole = (v[i] * all8(inverse) + shift) - shift;
+      const i8 code = __builtin_convertvector(whole, i8);
       sum[i / 2] += code;
-      for (int j = 0; j < 8; j++) q[8 * i + j] = (int8_t)code[j];
+      if (codes.plane) {
+        const f8 part = (whole * all8(1.0f / kPlane) + shift) - shift;
+        const i8 high = __builtin_convertvector(part, i8), low = code - high * kPlane;
+        for (int j = 0; j < 8; j++) q[8 * i + j] = (int8_t)high[j];
+        for (int j = 0; j < 8; j++) q[codes.plane + 8 * i + j] = (int8_t)low[j];
+      } else {
+        for (int j = 0; j < 8; j++) q[8 * i + j] = (int8_t)code[j];
+      }
     }
     for (int i = 0; i < 2; i++) {
       sums[2 * b + i] = 0;
@@ -95,7 +105,7 @@ static void norm(const float* x, const float* weight, float eps, int64_t size, f
   int64_t i = 0;
   for (; i + 8 <= size; i += 8) {
     const f8 v = load8(x + i);
-    squares += v * v;
+    squares = fma8(v, v, squares);
   }
   float sum = sum8(squares);
   for (; i < size; i++) sum += x[i] * x[i];
@@ -187,7 +197,7 @@ static void attend_group(const Head& head, const Keys& keys, int64_t from, int64
       for (int g = 0; g < group; g++) acc[g] = f8{};
       for (int d = 0; d < dim; d += 8) {
         const f8 kd = from_half8(k + d);
-        for (int g = 0; g < group; g++) acc[g] += load8(head.q + g * dim + d) * kd;
+        for (int g = 0; g < group; g++) acc[g] = fma8(load8(head.q + g * dim + d), kd, acc[g]);
       }
       for (int g = 0; g < group; g++) scores[g][i] = sum8(acc[g]);
     }
@@ -219,7 +229,7 @@ static void attend_group(const Head& head, const Keys& keys, int64_t from, int64
       for (int g = 0; g < group; g++) acc[g] = load8(sums + g * dim + d);
       for (int i = 0; i < count; i++) {
         const f8 vd = from_half8(head.v + slots[i] + d);
-        for (int g = 0; g < group; g++) acc[g] += all8(scores[g][i]) * vd;
+        for (int g = 0; g < group; g++) acc[g] = fma8(all8(scores[g][i]), vd, acc[g]);
       }
       for (int g = 0; g < group; g++) store8(sums + g * dim + d, acc[g]);
     }
