@@ -36,8 +36,10 @@ def benches() -> dict[str, str]:
     package = importlib.util.find_spec(PACKAGE)
     made: dict[str, str] = {}
     for folder in package.submodule_search_locations or () if package is not None else ():
-        for path in sorted(Path(folder).glob("*.py")):
+        modules = {path.stem: path for path in Path(folder).glob("*.py")}
+        modules |= {path.parent.name: path for path in Path(folder).glob("*/__init__.py")}
+        for name, path in sorted(modules.items()):
             text = path.read_text(encoding="utf-8")
-            if "\ndef main(" in text and path.stem != "__init__":
-                made[path.stem] = text.removeprefix('"""').splitlines()[0].strip('".')
+            if "\ndef main(" in text and name != "__init__":
+                made[name] = text.removeprefix('"""').splitlines()[0].strip('".')
     return made
