@@ -7,6 +7,7 @@ wrong is said before anything large is read. The server itself is server.py's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from spec_serve.api import kv_events, logs, tls
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     from spec_serve.api.server import run_server
 
     try:
-        return run_server(engine, tokenizer, serve, ready, thread)
+        return run_server(engine, tokenizer, serve, partial(ready, page=serve.page), thread)
     except (ValueError, OSError) as error:  # such as a port taken meanwhile
         return fail(error, 1)
 
@@ -78,7 +79,11 @@ def unfit(serve: ServeSettings) -> str | None:
     return taken(serve.host, {"port": serve.port, "grpc-port": serve.grpc_port})
 
 
-def ready(addresses: list[str]) -> None:
+def ready(addresses: list[str], page: bool = False) -> None:
     """Say what to open; the one thing a server writes to standard output."""
-    print("\n".join(["spec-serve is ready", *(f"  {line}" for line in addresses)]), flush=True)
+    lines = ["spec-serve is ready", *(f"  {line}" for line in addresses)]
+    if page:  # last: a person looks there first
+        base = addresses[-1].removesuffix("/health")
+        lines += [f"  {base}/v1   for OpenAI clients", f"  {base}/   to chat in a browser"]
+    print("\n".join(lines), flush=True)
     notify("READY=1")

@@ -253,12 +253,11 @@ class Settings:
         return {**fields, "block_events": BLOCK_TOKENS if self["kv-events"] else 0}
 
     def serve_settings(self) -> ServeSettings:
-        """What the server needs; clients see the target's name unless model-name is given."""
+        """What the server needs."""
         shared = {field.name for field in fields(ServeSettings)}
-        values = {s.field: chosen.value for s, chosen in self if s.field in shared}
+        values: dict[str, Any] = {s.field: c.value for s, c in self if s.field in shared}
         switches = {name: values[name] == "on" for name in ("page", "reflection")}
-        name = self["model-name"] or self["target"]
-        return ServeSettings(**{**values, **switches, "model_name": name})
+        return ServeSettings(**{**values, **switches})
 
 
 def settle(

@@ -141,7 +141,7 @@ def test_serve_hands_the_engine_to_the_server_and_says_what_to_open(
         told = parts[3]
         assert isinstance(parts[4], EngineThread)
         assert callable(told)
-        told(["ws://here", "grpc there"])
+        told(["ws://here/v1/stream", "http://here/health"])
         return 7
 
     monkeypatch.setattr(cli_serve, "open_engine", lambda settings: (engine, tokenizer))
@@ -149,8 +149,11 @@ def test_serve_hands_the_engine_to_the_server_and_says_what_to_open(
     argv = ["--target", "m", "--port", "0", "--grpc-port", "off", "--quiet", "--drain-s", "2"]
     assert cli.main(argv) == 7
     assert seen[:2] == [engine, tokenizer]
-    assert seen[2] == ServeSettings(port=0, grpc_port=None, model_name="m", drain_s=2.0)
-    assert capsys.readouterr().out == "spec-serve is ready\n  ws://here\n  grpc there\n"
+    assert seen[2] == ServeSettings(port=0, grpc_port=None, drain_s=2.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "spec-serve is ready", "  ws://here/v1/stream", "  http://here/health",
+        "  http://here/v1   for OpenAI clients", "  http://here/   to chat in a browser",
+    ]  # fmt: skip
     assert root_logger.level == logging.WARNING
 
 

@@ -46,7 +46,7 @@ def test_flag_wins_over_variable_over_file_over_default(tmp_path: Path) -> None:
 def test_defaults_are_those_of_the_engine_and_the_server() -> None:
     settings = settle({"target": "m"}, {})
     assert EngineOptions(**settings.engine_fields()) == EngineOptions("m")
-    assert settings.serve_settings() == dataclasses.replace(ServeSettings(), model_name="m")
+    assert settings.serve_settings() == ServeSettings()
 
 
 def test_every_option_of_the_engine_is_a_setting() -> None:
