@@ -57,6 +57,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     salt: str
     priority: int
     deadline: float | None
+    constraint: r.Constraint | None = None
 
 
 class Cancel(msgspec.Struct, tag=2, array_like=True):
@@ -135,6 +136,7 @@ class Finished(msgspec.Struct, tag=3, array_like=True):
     usage: r.Usage
     timings: r.RequestTimings
     error: Failure | None
+    constraint: r.Constrained | None = None
 
 
 Told = Started | PromptScored | Delta | Finished
@@ -212,6 +214,7 @@ def to_submit(number: int, request: r.Request) -> Submit:
     return Submit(
         number, request.id, request.prompt, request.sampling, ends, request.speculation, request.n,
         request.logprobs, request.prompt_logprobs, request.salt, request.priority, request.deadline,
+        request.constraint,
     )  # fmt: skip
 
 
@@ -227,6 +230,7 @@ def from_submit(made: Submit, tokenizer: TokenTable) -> r.Request:
     return r.Request(
         made.id, made.prompt, made.sampling, stopping, made.speculation, made.n, made.logprobs,
         made.prompt_logprobs, made.salt, made.priority, made.deadline,
+        constraint=made.constraint,
     )  # fmt: skip
 
 
@@ -264,7 +268,7 @@ def to_told(number: int, event: r.Event) -> Told:
             error = event.error
             return Finished(
                 number, event.index, event.reason, event.matched, event.usage, event.timings,
-                to_failure(error) if error is not None else None,
+                to_failure(error) if error is not None else None, event.constraint,
             )  # fmt: skip
         case r.Started():
             return Started(number, event.index, event.cached_tokens, event.queue_ms)
@@ -282,7 +286,7 @@ def from_told(told: Told, request: r.Request) -> r.Event:
             error = told.error
             return r.Finished(
                 request, told.index, told.reason, told.matched, told.usage, told.timings,
-                from_failure(error) if error is not None else None,
+                from_failure(error) if error is not None else None, told.constraint,
             )  # fmt: skip
         case Started():
             return r.Started(request, told.index, told.cached_tokens, told.queue_ms)

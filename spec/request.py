@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Mode = Literal["auto", "off", "max"]
+ConstraintKind = Literal["text", "regex", "json_schema", "json_object", "choices", "lark", "name"]
+Whitespace = Literal["bounded", "compact", "any"]
 Reason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -93,6 +95,56 @@ class Speculation:
     prediction: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of every choice has to look like; enforced at each node of the tree.
+
+    kind, source: "regex" a regular expression; "json_schema" a schema as JSON text; "json_object"
+    any object (source ""); "choices" a JSON list of strings; "lark" a grammar in llguidance's Lark;
+    "name" a grammar shipped here (spec/shipped.py); "text" anything (source ""), for the bounds
+    below alone. whitespace: between JSON's tokens, at most a newline and 20 blanks, none, or any
+    amount. strict: refuse a schema with keywords that can't be enforced; False = they are ignored
+    and listed in the answer.
+
+    max_chars, min_chars: characters of the text (0 and None = no bound); max_words: runs without
+    white space; max_sentences: runs that end with . ! or ? before white space. banned: strings that
+    must not occur anywhere in it. after: everything is free until this text (or control token) has
+    been emitted; the constraint and its bounds hold for what follows.
+
+    A choice ends by itself where nothing more can follow (reason "stop", matched None). Before
+    that, end ids can be chosen only where the text is complete. Stop strings and stop ids end it
+    anywhere. min_tokens and bad words yield where the constraint leaves nothing else; ignore_eos
+    contradicts a constraint and is refused. Where no token is left the choice ends with an error.
+    """
+
+    kind: ConstraintKind
+    source: str = ""
+    whitespace: Whitespace = "bounded"
+    strict: bool = True
+    max_chars: int | None = None
+    min_chars: int = 0
+    max_words: int | None = None
+    max_sentences: int | None = None
+    banned: tuple[str, ...] = ()
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """What became of a constraint on one choice.
+
+    complete: the text fits all that was enforced; False when it was cut short (token limit, stop
+    string). ignored: keywords of the schema that were not enforced. schema_valid: whether the text
+    is valid under the whole schema; None = not a schema, not complete, or it can't be told.
+    forced: tokens the constraint left no choice about.
+    """
+
+    complete: bool
+    ignored: tuple[str, ...] = ()
+    schema_valid: bool | None = None
+    forced: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt and the n choices wanted for it.
@@ -101,7 +153,7 @@ class Request:
     raw logits, before penalties, bias, masks, temperature and filters. salt: namespace of the
     prefix cache. priority: higher first. deadline: time.monotonic() seconds. sink: called with each
     event of this request, in the thread of the link that delivers it. trace: the W3C traceparent of
-    who asks.
+    who asks. constraint: what the text has to look like.
     """
 
     id: str
@@ -117,6 +169,7 @@ class Request:
     deadline: float | None = None
     sink: Callable[[Event], None] | None = None
     trace: str | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True)
@@ -205,7 +258,8 @@ class Delta:
 class Finished:
     """The last event of a choice. matched: the token id or stop string that ended it.
 
-    error is set when reason is "error" (a RequestError with code timeout, overloaded, ...)."""
+    error is set when reason is "error" (a RequestError with code timeout, overloaded, ...).
+    constraint is set for choices that had one and had begun."""
 
     request: Request
     index: int
@@ -214,6 +268,7 @@ class Finished:
     usage: Usage
     timings: RequestTimings
     error: RequestError | None = None
+    constraint: Constrained | None = None
 
 
 Event = Started | PromptScored | Delta | Finished

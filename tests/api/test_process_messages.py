@@ -18,6 +18,8 @@ from spec_serve.api.process_channel import LARGEST, Channel, Frames, LoopChannel
 from spec_serve.api.text import StopStrings, StopWatch
 from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.request import (
+    Constrained,
+    Constraint,
     Delta,
     Event,
     Finished,
@@ -76,6 +78,17 @@ requests = st.builds(
         sources=st.none() | st.frozensets(text, max_size=2),
         prediction=st.lists(ids, max_size=5).map(tuple),
     ),
+    constraint=st.none()
+    | st.builds(
+        Constraint,
+        kind=st.sampled_from(["text", "regex", "json_schema", "choices"]),
+        source=text,
+        whitespace=st.sampled_from(["bounded", "compact", "any"]),
+        strict=st.booleans(),
+        max_chars=st.none() | whole,
+        banned=st.lists(text, max_size=2).map(tuple),
+        after=text,
+    ),
     n=st.integers(1, 8),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
@@ -130,6 +143,10 @@ EVENTS: list[Event] = [
     Delta(REQUEST, 2, [], SCORED, RECORD),
     Finished(REQUEST, 0, "stop", 7, Usage(1, 2, 3, 4, 5), RequestTimings(1, 2, 3, 4)),
     Finished(REQUEST, 0, "stop", "\U0001f600", Usage(1, 2, 3), RequestTimings(1, 2, 3, 4)),
+    Finished(
+        REQUEST, 0, "stop", None, Usage(1, 2, 3), RequestTimings(1, 2, 3, 4),
+        constraint=Constrained(True, ("not",), False, 3),
+    ),  # fmt: skip
     Finished(REQUEST, 0, "error", None, Usage(1, 2, 3), RequestTimings(1, 2, 3, 4), LATE),
 ]
 
