@@ -83,6 +83,7 @@ def server_event(message: m.Server) -> pb.SessionEvent:
         return pb.SessionEvent(pong=pb.SessionPong(t=message.t, server_t=message.server_t))
     if isinstance(message, m.Resumed):
         return pb.SessionEvent(resumed=pb.SessionResumed(gens=message.gens))
+    assert isinstance(message, m.Draining), "texts are not read over gRPC sessions"
     return pb.SessionEvent(draining=pb.SessionDraining(deadline_s=message.deadline_s))
 
 

@@ -144,7 +144,28 @@ class Auth(Message, tag="auth"):
     api_key: Annotated[str, Meta(min_length=1, max_length=512)]
 
 
-Client = Generate | Cancel | Ping | Resume | Ack | Auth
+class Turn(Part):
+    """One turn of a program. None stands for tokens that the client holds as ids."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    parts: Annotated[list[str | None], Meta(max_length=4096)]
+
+
+class Tokenize(Message, tag="tokenize"):
+    """Ids of what stands around generated tokens; exactly one of text and turns.
+
+    text: ordinary text. turns: a conversation, written by the model's template; begun: what the
+    assistant's open turn begins with, absent where none is open. Each None in them is a place of
+    tokens. Answered by `tokens`, or `error` with gen = ask.
+    """
+
+    ask: Id
+    text: Annotated[list[str | None], Meta(max_length=4096)] | None = None
+    turns: Annotated[list[Turn], Meta(max_length=4096)] | None = None
+    begun: Annotated[list[str | None], Meta(max_length=4096)] | None = None
+
+
+Client = Generate | Cancel | Ping | Resume | Ack | Auth | Tokenize
 
 
 class Hello(Message, tag="hello"):
@@ -297,7 +318,16 @@ class Pong(Message, tag="pong"):
     server_t: float
 
 
-Server = Hello | Resumed | Started | Delta | PromptLogprobs | Finished | Error | Draining | Pong
+class Tokens(Message, tag="tokens"):
+    """The answer to a `tokenize`: ids before, between and behind the places of tokens."""
+
+    ask: str
+    pieces: list[list[int]]
+
+
+Server = (
+    Hello | Resumed | Started | Delta | PromptLogprobs | Finished | Error | Draining | Pong | Tokens
+)
 
 
 class BadMessage(ValueError):

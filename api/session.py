@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from spec_serve.api import messages as m
 from spec_serve.api.auth import Principal
@@ -20,6 +20,7 @@ from spec_serve.api.convert import Prepared
 from spec_serve.api.generation import Generation, Numbered, Outbox, failure
 from spec_serve.api.service import MAX_GENERATIONS, Service
 from spec_serve.api.session_shelf import Track
+from spec_serve.api.tokenizing import tokenized
 from spec_serve.api.version import __version__
 from spec_serve.spec.request import RequestError
 
@@ -28,6 +29,7 @@ log = logging.getLogger("spec_serve.session")
 MOVED = 4409  # close code: another connection has taken over
 MAX_UNREAD = 64  # answers waiting for a client that goes on talking
 MAX_OVER = 64  # generations that have ended, kept for a resume
+MAX_STARTING = 256  # requests and texts being read at once
 REPLAY = 64  # missed messages handed out at once
 
 _CANCELLED = m.Usage(0, 0), m.Timings(0.0, 0.0, 0.0, 0.0)
@@ -166,6 +168,8 @@ class Session:
                 self._acked(track, message.seq)  # type: ignore[union-attr]
         elif kind is m.Resume:
             self._resume(message)  # type: ignore[arg-type]
+        elif kind is m.Tokenize:
+            self._tokenize(message)  # type: ignore[arg-type]
         # An Auth was dealt with before there was a session.
 
     def refuse(self, error: m.BadMessage, gen: str | None) -> None:
@@ -189,9 +193,30 @@ class Session:
         if wire.resumable and self._shelf.window_s:
             self._tracks[gen] = Track(gen, self._shelf)
         self._tune()
-        task = asyncio.create_task(self._begin(wire, preparing))
+        self._aside(self._begin(wire, preparing))
+
+    def _aside(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
+
+    def _tokenize(self, asked: m.Tokenize) -> None:
+        if len(self._starting) >= MAX_STARTING:
+            told = f"at most {MAX_STARTING} texts are read at once for one socket"
+            self.say(m.Error("overloaded", told, gen=asked.ask, retryable=True))
+        else:
+            self._aside(self._read(asked))
+
+    async def _read(self, asked: m.Tokenize) -> None:
+        try:
+            pieces = await tokenized(self._service, asked, self.principal)
+        except RequestError as error:
+            self.say(failure(error, asked.ask))
+        except Exception:
+            log.exception("a text could not be tokenized")
+            self.say(m.Error("engine_error", "the text could not be read", gen=asked.ask))
+        else:
+            self.say(m.Tokens(asked.ask, pieces))
 
     async def _begin(self, wire: m.Generate, preparing: Preparing) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -70,6 +70,16 @@ class ByteText:
     ) -> list[int]:
         """Refuses: there is no template."""
         raise ValueError("this tokenizer has no chat template")
+
+    def render_around(
+        self, messages: list[dict[str, Any]], begun: str | None, hole: str
+    ) -> list[list[int]]:
+        """Refuses: there is no template."""
+        raise ValueError("this tokenizer has no chat template")
+
+    def encode_around(self, parts: Sequence[str]) -> list[list[int]]:
+        """The bytes of each."""
+        return [list(part.encode()) for part in parts]
 
 
 class Ticking:

@@ -9,7 +9,7 @@ nothing of requests or of streaming text out.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,24 +101,76 @@ class Tokenizer:
         template variables (`kwargs`) are encoded as text. Raises ChatTemplateError where there is
         no template or it refuses the messages, UnicodeEncodeError for half a surrogate pair.
         """
-        source = self._template(tools)
         given = {"messages": messages, "tools": tools, **kwargs}
-        free = self._marks.replacements(given, source)
+        text, free = self._rendered(given, add_generation_prompt)
+        return self._with_bos(self._encode_rendered(text, free), self._add_bos)
+
+    def render_around(
+        self, messages: list[dict[str, Any]], begun: str | None, hole: str
+    ) -> list[list[int]]:
+        """Ids of a conversation's pieces before, between and behind the places where `hole` is.
+
+        hole: a text that is nowhere else; it stands in contents for tokens that are known as ids.
+        begun: what the assistant's open turn begins with, None where no turn is open. Otherwise as
+        `render_chat`. Raises ChatTemplateError too where the template loses or doubles a hole.
+        """
+        given = {"messages": messages, "tools": None}
+        text, free = self._rendered(given, begun is not None, begun or "")
+        wanted = sum(str(message["content"]).count(hole) for message in messages)
+        first, *others = text.split(hole)
+        if len(others) != wanted + (begun or "").count(hole):
+            raise ChatTemplateError("this model's template does not keep contents as they are")
+        ids = self._with_bos(self._encode_rendered(first, free), self._add_bos)
+
+        def encode(piece: str) -> list[int]:
+            return self._encode_rendered(piece, free)
+
+        return [ids, *(self._encode_behind(piece, encode) for piece in others)]
+
+    def encode_around(self, parts: Sequence[str]) -> list[list[int]]:
+        """Ids of plain texts between which stand tokens that are known as ids."""
+        first, *others = parts
+        behind = [self._encode_behind(text, self._encode_plain) for text in others]
+        return [self.encode(first), *behind]
+
+    def _rendered(
+        self, given: dict[str, Any], open_turn: bool, begun: str = ""
+    ) -> tuple[str, dict[str, str]]:
+        """The template's text, marks in what was given hidden, and how they are restored."""
+        source = self._template(given["tools"])
+        free = self._marks.replacements(given, source, begun)
         text = render(
             source,
             {
                 **self._vocabulary.named,
                 "documents": None,
-                "add_generation_prompt": add_generation_prompt,
+                "add_generation_prompt": open_turn,
                 **self._marks.hide(given, free),
             },
         )
+        text += self._marks.hide(begun, free)
         text.encode()
+        return text, free
+
+    def _encode_rendered(self, text: str, free: dict[str, str]) -> list[int]:
         if self._normalised or any(hidden in text for hidden in free.values()):
-            ids = self._encode_parts(text, free)
-        else:
-            ids = self._encode(self._full, text)
-        return self._with_bos(ids, self._add_bos)
+            return self._encode_parts(text, free)
+        return self._encode(self._full, text)
+
+    @cached_property
+    def _pads(self) -> bool:
+        """Whether a text's beginning gets a space of its own, as with SentencePiece."""
+        return b"".join(map(self.token_bytes, self._encode_plain("x"))) != b"x"
+
+    def _encode_behind(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Ids of text behind other tokens: without what only a text's beginning gets."""
+        if not text:
+            return []
+        if self._pads:
+            start, both = encode("\n"), encode("\n" + text)
+            if both[: len(start)] == start:
+                return both[len(start) :]
+        return encode(text)
 
     def files(self) -> dict[str, bytes]:
         """The tokenizer as files that Hugging Face's libraries read: name -> content.

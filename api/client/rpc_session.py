@@ -106,6 +106,8 @@ def request(said: m.Client) -> pb.SessionRequest:
         return pb.SessionRequest(ping=pb.SessionPing(t=said.t))
     if isinstance(said, m.Ack):
         return pb.SessionRequest(ack=pb.SessionAck(gen=said.gen, seq=said.seq))
+    if isinstance(said, m.Tokenize):
+        raise m.BadMessage("", "programs run over WebSockets, not over gRPC sessions")
     assert isinstance(said, m.Resume), "a key goes with the call"
     return pb.SessionRequest(
         resume=pb.SessionResume(resume_token=said.resume_token, gens=said.gens)

@@ -11,7 +11,7 @@ import itertools
 import random
 import ssl
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -93,6 +93,7 @@ class Client:
         self._reader: asyncio.Task[None] | None = None
         self._streams: dict[str, Stream] = {}
         self._pings: deque[asyncio.Future[m.Pong]] = deque()
+        self._asks: dict[str, asyncio.Future[list[list[int]]]] = {}
         self._ids = itertools.count()
         self._opening = asyncio.Lock()
         self._asides: set[asyncio.Task[None]] = set()
@@ -203,6 +204,33 @@ class Client:
                 if not self._resume or self._closed:
                     raise
 
+    async def tokenize(
+        self,
+        *,
+        text: Sequence[str | None] | None = None,
+        turns: Sequence[m.Turn] | None = None,
+        begun: Sequence[str | None] | None = None,
+    ) -> list[list[int]]:
+        """Ids around generated tokens; fields as of messages.Tokenize.
+
+        Raises ServerError, ConnectionLost; BadMessage over gRPC, whose sessions lack it.
+        """
+        lists = [None if given is None else list(given) for given in (text, begun)]
+        ask = f"t{next(self._ids)}"
+        asked = m.Tokenize(ask, lists[0], None if turns is None else list(turns), lists[1])
+        while True:
+            answer = self._asks[ask] = asyncio.get_running_loop().create_future()
+            try:
+                await self._say_surely(asked)
+                pieces: list[list[int]] = await answer
+                return pieces
+            except ConnectionLost:
+                if not self._resume or self._closed:
+                    raise
+            finally:
+                self._asks.pop(ask, None)
+                answer.cancel()
+
     def abort(self) -> None:
         """Drop the connection without a word, as a crash would."""
         assert self._wire is not None
@@ -299,6 +327,9 @@ class Client:
             while self._pings:
                 if not (answer := self._pings.popleft()).done():
                     answer.set_exception(ConnectionLost(self._lost))
+            for asked in self._asks.values():
+                if not asked.done():
+                    asked.set_exception(ConnectionLost(self._lost))
 
     async def _back(self) -> bool:
         """Connect again and take over what ran; False when that is of no use or time is up."""
@@ -379,7 +410,13 @@ class Client:
                 if name in self._streams:
                     self._streams[name].homes = [self._token]
             return
+        if isinstance(message, m.Tokens):
+            self._answer(message.ask, message.pieces)
+            return
         gen = message.gen
+        if isinstance(message, m.Error) and gen in self._asks:
+            self._answer(gen, ServerError(message))
+            return
         stream = self._streams.get(gen) if gen is not None else None
         if stream is None or gen is None:
             if isinstance(message, m.Error):
@@ -391,3 +428,12 @@ class Client:
             self._streams.pop(gen, None)
             if isinstance(message, m.Delta):  # out of step: the server is not to go on
                 self._aside(self._say(m.Cancel(gen)))
+
+    def _answer(self, ask: str | None, found: list[list[int]] | ServerError) -> None:
+        answer = self._asks.get(ask or "")
+        if answer is None or answer.done():
+            return
+        if isinstance(found, ServerError):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)

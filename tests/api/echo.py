@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -61,6 +61,15 @@ class ByteTokens:
         if any(message["content"] == "raise" for message in messages):
             raise ValueError("roles must alternate")
         return [token for message in messages for token in message["content"].encode()]
+
+    def render_around(
+        self, messages: list[dict[str, Any]], begun: str | None, hole: str
+    ) -> list[list[int]]:
+        text = "".join(message["content"] for message in messages) + (begun or "")
+        return self.encode_around(text.split(hole))
+
+    def encode_around(self, parts: Sequence[str]) -> list[list[int]]:
+        return [list(part.encode()) for part in parts]
 
 
 class _Choice:
