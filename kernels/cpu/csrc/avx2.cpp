@@ -96,50 +96,50 @@ static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes
   const int64_t blocks = m.inputs / kBlock;
   constexpr size_t kCodes = BITS == 8 ? 512 : BITS == 6 ? 384 : BITS == 5 ? 320 : 256;
   constexpr size_t kBytes = kCodes + 32 * SUBS + (MINIMA ? 32 : 0);
+  const __m256 zero = _mm256_set1_ps((float)-m.zero);
   __m256 acc[T];
   for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
   const int8_t* q = x.q + token * x.inputs;
   const float* scale = x.scale + token * x.blocks;
-  const int32_t* total = x.sum + token * x.blocks * 2;
-  for (int64_t b = 0; b < blocks; b++, p += kBytes, q += kBlock) {
+  const float* weights = SUBS == 2 ? x.half + token * x.blocks * 2 : x.whole + token * x.blocks;
+  const int64_t wide = x.blocks * SUBS;
+  for (int64_t b = 0; b < blocks; b++, p += kBytes, q += kBlock, weights += SUBS) {
     const uint8_t* planes = p + 32 * SUBS + (MINIMA ? 32 : 0);
     const uint16_t* scales = (const uint16_t*)p + half * 8;
     _mm_prefetch((const char*)(p + 2048 + half * kBytes / 2), _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int sub = 0; sub < SUBS; sub++) {
       const __m256 dw = widen(scales + kRows * sub);
+      const __m256 low = MINIMA ? widen(scales + kRows * SUBS) : _mm256_mul_ps(dw, zero);
       __m256i sums[T];
       products<BITS, SUBS, T>(planes, half, sub, q, x.inputs, sums);
       if constexpr (PLANES == 2) {
         __m256i lows[T];
         products<BITS, SUBS, T>(planes, half, sub, q + x.plane, x.inputs, lows);
-        for (int t = 0; t < T; t++)
-          sums[t] = _mm256_add_epi32(_mm256_mullo_epi32(sums[t], _mm256_set1_epi32(kPlane)), lows[t]);
-      }
-      for (int t = 0; t < T; t++) {
-        if constexpr (!MINIMA && BITS != 8) {
-          const int32_t* halves = total + (t * x.blocks + b) * 2;
-          const int32_t whole = SUBS == 2 ? halves[sub] : halves[0] + halves[1];
-          sums[t] = _mm256_sub_epi32(sums[t], _mm256_set1_epi32(m.zero * whole));
+        for (int t = 0; t < T; t++) {
+          const __m256i high = _mm256_mullo_epi32(sums[t], _mm256_set1_epi32(kPlane));
+          sums[t] = _mm256_add_epi32(high, lows[t]);
         }
-        const __m256 by = _mm256_mul_ps(dw, _mm256_set1_ps(scale[t * x.blocks + b]));
-        acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t]), by, acc[t]);
       }
-    }
-    if constexpr (MINIMA) {
-      const __m256 low = widen(scales + kRows * SUBS);
       for (int t = 0; t < T; t++) {
-        const __m256 by = _mm256_mul_ps(low, _mm256_set1_ps(scale[t * x.blocks + b]));
-        const int32_t* halves = total + (t * x.blocks + b) * 2;
-        const __m256 whole = _mm256_set1_ps((float)(halves[0] + halves[1]));
-        acc[t] = _mm256_fmadd_ps(whole, by, acc[t]);
+        const __m256 weight = _mm256_set1_ps(weights[t * wide + sub]);
+        __m256 by = dw, under = low;
+        if constexpr (PLANES == 1) {
+          by = _mm256_mul_ps(dw, _mm256_set1_ps(scale[t * x.blocks + b]));
+          under = _mm256_mul_ps(low, _mm256_set1_ps(scale[t * x.blocks + b]));
+        }
+        if constexpr (BITS == 8)  // these were summed less 128
+          sums[t] = _mm256_add_epi32(sums[t], _mm256_slli_epi32(_mm256_cvtps_epi32(weight), 7));
+        acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t]), by, acc[t]);
+        acc[t] = _mm256_fmadd_ps(under, weight, acc[t]);
       }
     }
   }
   for (int t = 0; t < T; t++) {
     float* o = out + t * stride;
-    __m256 made = acc[t];
-    made = _mm256_add_ps(made, bias ? _mm256_loadu_ps(bias) : _mm256_setzero_ps());
+    const __m256 by = _mm256_set1_ps(PLANES == 2 ? scale[t * x.blocks] : 1.0f);
+    __m256 made = bias ? _mm256_loadu_ps(bias) : _mm256_setzero_ps();
+    made = _mm256_fmadd_ps(acc[t], by, made);
     if (add) made = _mm256_add_ps(_mm256_loadu_ps(o), made);
     _mm256_storeu_ps(o, made);
   }

@@ -64,12 +64,14 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
   constexpr size_t kCodes = BITS == 8 ? 512 : BITS == 6 ? 384 : BITS == 5 ? 320 : 256;
   constexpr size_t kBytes = kCodes + 32 * SUBS + (MINIMA ? 32 : 0);
   constexpr int kSteps = 8 / SUBS;
+  const __m512 zero = _mm512_set1_ps((float)-m.zero);
   __m512 acc[T];
   for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
   const int8_t* q = x.q + token * x.inputs;
   const float* scale = x.scale + token * x.blocks;
-  const int32_t* total = x.sum + token * x.blocks * 2;
-  for (int64_t b = 0; b < blocks; b++, p += kBytes) {
+  const float* weights = SUBS == 2 ? x.half + token * x.blocks * 2 : x.whole + token * x.blocks;
+  const int64_t wide = x.blocks * SUBS;
+  for (int64_t b = 0; b < blocks; b++, p += kBytes, q += kBlock, weights += SUBS) {
     const uint8_t* planes = p + 32 * SUBS + (MINIMA ? 32 : 0);
     const uint16_t* scales = (const uint16_t*)p;
     if constexpr (T == 1)
@@ -78,6 +80,7 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
 #pragma GCC unroll 2
     for (int sub = 0; sub < SUBS; sub++) {
       const __m512 dw = widen(scales + kRows * sub);
+      const __m512 low = MINIMA ? widen(scales + kRows * SUBS) : _mm512_mul_ps(dw, zero);
       __m512i sums[T], lows[T];
       for (int t = 0; t < T; t++) sums[t] = lows[t] = _mm512_setzero_si512();
 #pragma GCC unroll 8
@@ -86,7 +89,7 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
         const __m512i w = codes<BITS>(planes, step);
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
-          const int8_t* at = q + t * x.inputs + b * kBlock + step * 4;
+          const int8_t* at = q + t * x.inputs + step * 4;
           int32_t four;
           __builtin_memcpy(&four, at, 4);
           sums[t] = _mm512_dpbusd_epi32(sums[t], w, _mm512_set1_epi32(four));
@@ -98,32 +101,24 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
       }
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
-        if constexpr (PLANES == 2)
-          sums[t] = _mm512_add_epi32(_mm512_mullo_epi32(sums[t], _mm512_set1_epi32(kPlane)), lows[t]);
-        if constexpr (!MINIMA) {
-          const int32_t* halves = total + (t * x.blocks + b) * 2;
-          const int32_t whole = SUBS == 2 ? halves[sub] : halves[0] + halves[1];
-          sums[t] = _mm512_sub_epi32(sums[t], _mm512_set1_epi32(m.zero * whole));
+        __m512 by = dw, under = low;
+        if constexpr (PLANES == 2) {
+          const __m512i high = _mm512_mullo_epi32(sums[t], _mm512_set1_epi32(kPlane));
+          sums[t] = _mm512_add_epi32(high, lows[t]);
+        } else {
+          by = _mm512_mul_ps(dw, _mm512_set1_ps(scale[t * x.blocks + b]));
+          under = _mm512_mul_ps(low, _mm512_set1_ps(scale[t * x.blocks + b]));
         }
-        const __m512 by = _mm512_mul_ps(dw, _mm512_set1_ps(scale[t * x.blocks + b]));
         acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), by, acc[t]);
-      }
-    }
-    if constexpr (MINIMA) {
-      const __m512 low = widen(scales + kRows * SUBS);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; t++) {
-        const __m512 by = _mm512_mul_ps(low, _mm512_set1_ps(scale[t * x.blocks + b]));
-        const int32_t* halves = total + (t * x.blocks + b) * 2;
-        const __m512 whole = _mm512_set1_ps((float)(halves[0] + halves[1]));
-        acc[t] = _mm512_fmadd_ps(whole, by, acc[t]);
+        acc[t] = _mm512_fmadd_ps(under, _mm512_set1_ps(weights[t * wide + sub]), acc[t]);
       }
     }
   }
   for (int t = 0; t < T; t++) {
     float* o = out + t * stride;
-    __m512 made = acc[t];
-    made = _mm512_add_ps(made, bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps());
+    const __m512 by = _mm512_set1_ps(PLANES == 2 ? scale[t * x.blocks] : 1.0f);
+    __m512 made = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+    made = _mm512_fmadd_ps(acc[t], by, made);
     if (add) made = _mm512_add_ps(_mm512_loadu_ps(o), made);
     _mm512_storeu_ps(o, made);
   }

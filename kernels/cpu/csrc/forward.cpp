@@ -101,7 +101,8 @@ class Runner {
                                             : (q > m.hidden ? q : m.hidden);
     q_ = cut.take<int8_t>(n * most * m.planes);
     scale_ = cut.take<float>(n * (most / kBlock));
-    sum_ = cut.take<int32_t>(n * (most / kBlock) * 2);
+    whole_ = cut.take<float>(n * (most / kBlock));
+    half_ = cut.take<float>(n * (most / kBlock) * 2);
     node_ = cut.take<Node>(n);
     own_ = cut.take<int64_t>(paths);
   }
@@ -131,7 +132,7 @@ class Runner {
 
   Codes codes(int64_t inputs) const {
     const int64_t plane = model_.planes == 2 ? nodes_ * inputs : 0;
-    return Codes{q_, scale_, sum_, inputs, inputs / kBlock, plane};
+    return Codes{q_, scale_, whole_, half_, inputs, inputs / kBlock, plane};
   }
 
   // f(i) for i of [0, count), shared among the threads by turns.
@@ -332,9 +333,8 @@ class Runner {
   Scratch scratch_;
   int64_t nodes_ = 0, width_ = 0, segments_ = 0, part_ = 0;
   float *x_ = nullptr, *y_ = nullptr, *z_ = nullptr, *mixed_ = nullptr, *parts_ = nullptr;
-  float* scale_ = nullptr;
+  float *scale_ = nullptr, *whole_ = nullptr, *half_ = nullptr;
   int8_t* q_ = nullptr;
-  int32_t* sum_ = nullptr;
   Node* node_ = nullptr;
   int64_t* own_ = nullptr;
   std::atomic<int64_t> tickets_[2] = {{0}, {0}};
@@ -401,10 +401,10 @@ EXPORT int spec_native_linear(const native::Matrix* m, const float* x, int64_t t
   if (!kernels) return 1;
   const int64_t blocks = m->inputs / native::kBlock;
   std::vector<int8_t> q(tokens * m->inputs * planes);
-  std::vector<float> scale(tokens * blocks);
-  std::vector<int32_t> sum(tokens * blocks * 2);
+  std::vector<float> scale(tokens * blocks), whole(tokens * blocks), half(tokens * blocks * 2);
   const int64_t plane = planes == 2 ? tokens * m->inputs : 0;
-  const native::Codes codes = {q.data(), scale.data(), sum.data(), m->inputs, blocks, plane};
+  const native::Codes codes = {q.data(),   scale.data(), whole.data(), half.data(),
+                               m->inputs, blocks,       plane};
   for (int64_t t = 0; t < tokens; t++) kernels->quantise(x + t * m->inputs, codes, t);
   native::Pool& threads = *(native::Pool*)pool;
   const int all = native::groups(*m), size = threads.size();

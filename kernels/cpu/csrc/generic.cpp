@@ -42,23 +42,28 @@ static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
         const uint16_t* minima = scales + kRows * m.subblocks;
         const uint8_t* planes = p + 32 * m.subblocks + (m.minima ? 32 : 0);
         const int8_t* q = x.q + t * x.inputs + b * kBlock;
-        const int32_t* whole = x.sum + (t * x.blocks + b) * 2;
-        const float dx = x.scale[t * x.blocks + b];
+        const int64_t at = t * x.blocks + b;
         for (int r = 0; r < kRows; r++) {
           int32_t sums[2] = {};
           for (int step = 0; step < 8; step++)
             for (int j = 0; j < 4; j++)
               sums[m.subblocks == 2 ? step / 4 : 0] +=
-                  (code_at(m, planes, step, r * 4 + j) - m.zero) * code_of(x, q, step * 4 + j);
-          for (int s = 0; s < m.subblocks; s++)
-            acc[r] = fmaf((float)sums[s], half_to_float(scales[kRows * s + r]) * dx, acc[r]);
-          if (m.minima)
-            acc[r] = fmaf((float)(whole[0] + whole[1]), half_to_float(minima[r]) * dx, acc[r]);
+                  code_at(m, planes, step, r * 4 + j) * code_of(x, q, step * 4 + j);
+          for (int s = 0; s < m.subblocks; s++) {
+            const float scale = half_to_float(scales[kRows * s + r]);
+            const float low =
+                m.minima ? half_to_float(minima[r]) : scale * (float)-m.zero;
+            const float dx = x.plane ? 1.0f : x.scale[at];
+            const float weight = m.subblocks == 2 ? x.half[2 * at + s] : x.whole[at];
+            acc[r] = fmaf((float)sums[s], scale * dx, acc[r]);
+            acc[r] = fmaf(low * dx, weight, acc[r]);
+          }
         }
       }
+      const float scale = x.plane ? x.scale[t * x.blocks] : 1.0f;
       float* o = out + t * stride + g * kRows;
       for (int r = 0; r < rows; r++) {
-        const float made = acc[r] + (m.bias ? m.bias[g * kRows + r] : 0.0f);
+        const float made = fmaf(acc[r], scale, m.bias ? m.bias[g * kRows + r] : 0.0f);
         o[r] = add ? o[r] + made : made;
       }
     }

@@ -38,15 +38,17 @@ struct Count {  // a number known to the compiler
 
 inline int groups(const Matrix& m) { return (m.outputs + kRows - 1) / kRows; }
 
-// Activations of n tokens, quantised: per block of 32 a scale, the codes, and the sums of the codes
-// of its halves. A code has 8 bits, or nearly 16 in two planes, kPlane * high + low, [planes, n,
-// inputs]; both lie within -127..127, so that a sign can be taken off.
+// Activations of n tokens as whole numbers, [planes, n, inputs]. Two planes: nearly 16 bits,
+// kPlane * high + low, and one scale per token. One plane: 8 bits and a scale per block of 32. Codes
+// lie within -127..127, so that a sign can be taken off. `whole` and `half`: the sums of the codes
+// of each block and half block; they are what a minimum or the code of zero is multiplied by.
 struct Codes {
   int8_t* q;
-  float* scale;  // [n, blocks]
-  int32_t* sum;  // [n, 2 * blocks]
+  float* scale;  // [n, blocks], or the first of each token's
+  float* whole;  // [n, blocks]
+  float* half;   // [n, 2 * blocks]
   int64_t inputs, blocks;
-  int64_t plane;  // bytes from the high plane to the low one; 0 = there is one of 8 bits
+  int64_t plane;  // bytes from the high plane to the low one; 0 = there is one
 };
 
 // Matrices one below the other, each of its own quantisation; all but the last have a multiple of 16

@@ -64,39 +64,68 @@ static inline f8 tanh8(f8 x) {  // (1 - e) / (1 + e), e = exp(-2 |x|), with x's 
   return t;
 }
 
+static inline f8 size8(f8 v) { return v < 0 ? -v : v; }
+
+static inline f8 rounded8(f8 v) {
+  const f8 shift = all8(12582912.0f);
+  return (v + shift) - shift;
+}
+
+// The codes of one block; the sum of each half.
+template <bool TWO>
+static inline void encode(const float* x, float inverse, int8_t* q, int64_t plane, int32_t* sums) {
+  i8 sum[2] = {};
+  for (int i = 0; i < 4; i++) {
+    const f8 whole = rounded8(load8(x + 8 * i) * all8(inverse));
+    const i8 code = __builtin_convertvector(whole, i8);
+    sum[i / 2] += code;
+    i8 high = code;
+    if (TWO) {
+      high = __builtin_convertvector(rounded8(whole * all8(1.0f / kPlane)), i8);
+      const i8 low = code - high * kPlane;
+      for (int j = 0; j < 8; j++) q[plane + 8 * i + j] = (int8_t)low[j];
+    }
+    for (int j = 0; j < 8; j++) q[8 * i + j] = (int8_t)high[j];
+  }
+  for (int i = 0; i < 2; i++) {
+    sums[i] = 0;
+    for (int j = 0; j < 8; j++) sums[i] += sum[i][j];
+  }
+}
+
 static void quantise(const float* x, const Codes& codes, int64_t token) {
   int8_t* q = codes.q + token * codes.inputs;
   float* scale = codes.scale + token * codes.blocks;
-  int32_t* sums = codes.sum + token * codes.blocks * 2;
-  const float most_code = codes.plane ? 127.0f * kPlane : 127.0f;
-  for (int64_t b = 0; b < codes.blocks; b++, x += kBlock, q += kBlock) {
-    f8 v[4], most = all8(0.0f);
-    for (int i = 0; i < 4; i++) {
-      v[i] = load8(x + 8 * i);
-      const f8 size = v[i] < 0 ? -v[i] : v[i];
+  float* whole = codes.whole + token * codes.blocks;
+  float* half = codes.half + token * codes.blocks * 2;
+  float inverse = 0.0f;
+  if (codes.plane) {
+    f8 most = all8(0.0f);
+    for (int64_t i = 0; i < codes.inputs; i += 8) {
+      const f8 size = size8(load8(x + i));
       most = size > most ? size : most;
     }
-    const float peak = max8(most), inverse = peak > 0 ? most_code / peak : 0.0f;
-    scale[b] = peak / most_code;
-    const f8 shift = all8(12582912.0f);
-    i8 sum[2] = {};
-    for (int i = 0; i < 4; i++) {
-      const f8 whole = (v[i] * all8(inverse) + shift) - shift;
-      const i8 code = __builtin_convertvector(whole, i8);
-      sum[i / 2] += code;
-      if (codes.plane) {
-        const f8 part = (whole * all8(1.0f / kPlane) + shift) - shift;
-        const i8 high = __builtin_convertvector(part, i8), low = code - high * kPlane;
-        for (int j = 0; j < 8; j++) q[8 * i + j] = (int8_t)high[j];
-        for (int j = 0; j < 8; j++) q[codes.plane + 8 * i + j] = (int8_t)low[j];
-      } else {
-        for (int j = 0; j < 8; j++) q[8 * i + j] = (int8_t)code[j];
+    const float peak = max8(most), top = 127.0f * kPlane;
+    inverse = peak > 0 ? top / peak : 0.0f;
+    scale[0] = peak / top;
+  }
+  for (int64_t b = 0; b < codes.blocks; b++, x += kBlock, q += kBlock) {
+    int32_t sums[2];
+    if (codes.plane) {
+      encode<true>(x, inverse, q, codes.plane, sums);
+    } else {
+      f8 most = all8(0.0f);
+      for (int i = 0; i < 4; i++) {
+        const f8 size = size8(load8(x + 8 * i));
+        most = size > most ? size : most;
       }
+      const float peak = max8(most);
+      scale[b] = peak / 127.0f;
+      encode<false>(x, peak > 0 ? 127.0f / peak : 0.0f, q, 0, sums);
     }
-    for (int i = 0; i < 2; i++) {
-      sums[2 * b + i] = 0;
-      for (int j = 0; j < 8; j++) sums[2 * b + i] += sum[i][j];
-    }
+    half[2 * b] = (float)sums[0];
+    half[2 * b + 1] = (float)sums[1];
+    whole[b] = (float)(sums[0] + sums[1]);
   }
 }
 
