@@ -65,7 +65,9 @@ class Server:
 
 @contextmanager
 def start(model: Path, log: Path, *flags: str) -> Iterator[Server]:
-    """`spec-serve` on free ports; its log goes to a file, so that no pipe can fill up."""
+    """`spec-serve` on free ports; its log goes to a file, so that no pipe can fill up.
+
+    Of a flag that is given twice the last one counts."""
     command = [
         sys.executable, "-P", "-m", "spec_serve.api.cli", "--target", str(model),
         "--draft", str(model), "--model-name", "tiny", "--port", "0", "--grpc-port", "0",
@@ -81,7 +83,7 @@ def start(model: Path, log: Path, *flags: str) -> Iterator[Server]:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline().strip() for _ in range(4)]
-            assert lines[0] == "spec-serve is ready", log.read_text()
+            assert lines[0] == "spec-serve is ready", log.is_file() and log.read_text()
             found = dict(line.split("://", 1) for line in lines[1:])
             yield Server(
                 process, "ws://" + found["ws"], found["grpc"], "http://" + found["http"], log
@@ -103,6 +105,9 @@ class Got:
     drafted: int
     accepted: int
     chunks: list[str]
+    cached: int = 0
+    scores: list[float] = dataclasses.field(default_factory=list)
+    tops: list[list[float]] = dataclasses.field(default_factory=list)
 
     @property
     def told(self) -> tuple[str, list[int], str, int | str | None, int]:
@@ -122,6 +127,9 @@ async def ask_socket(client: Client, **fields: Any) -> Got:
         [token for delta in deltas for token in delta.ids],
         last.reason, last.matched, last.usage.completion_tokens,
         summary.drafted, summary.accepted, [delta.text for delta in deltas],
+        last.usage.cached_tokens,
+        [entry.logprob for delta in deltas for entry in delta.logprobs],
+        [[score for _, score, _ in entry.top] for delta in deltas for entry in delta.logprobs],
     )  # fmt: skip
 
 
@@ -141,6 +149,8 @@ def to_proto(**fields: Any) -> pb.GenerateRequest:
         output=pb.Output(token_ids=True),
         speculation=pb.Speculation(mode=MODES[fields.get("speculation", {}).get("mode", "auto")]),
     )
+    if "logprobs" in fields:
+        request.output.logprobs = fields["logprobs"]
     if "prompt" in fields:
         request.prompt = fields["prompt"]
     if "token_ids" in fields:
@@ -163,7 +173,9 @@ def ask_grpc(stub: Any, **fields: Any) -> Got:
         [token for delta in deltas for token in delta.token_ids],
         pb.Finished.Reason.Name(last.reason).lower(), getattr(last, kind) if kind else None,
         last.usage.completion_tokens, last.speculation.drafted, last.speculation.accepted,
-        [delta.text for delta in deltas],
+        [delta.text for delta in deltas], last.usage.cached_tokens,
+        [entry.logprob for delta in deltas for entry in delta.logprobs],
+        [[top.logprob for top in entry.top] for delta in deltas for entry in delta.logprobs],
     )  # fmt: skip
 
 
@@ -180,22 +192,35 @@ def ask_http(server: Server, **fields: Any) -> Got:
     """One generation as server-sent events."""
     path, body = to_openai(**fields)
     body |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(server.http + path, json=body, timeout=60, trust_env=False)
+    answer = httpx.post(server.http + path, json=body, timeout=60, trust_env=False, verify=False)
     assert answer.status_code == 200, answer.text
     *lines, done = [line for line in answer.text.split("\n\n") if line]
     assert done == "data: [DONE]"
-    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    *chunks, last = [strict(line.removeprefix("data: ")) for line in lines]
     said = [chunk["choices"][0] for chunk in chunks]
     texts = [one["delta"].get("content", "") if "delta" in one else one["text"] for one in said]
     ids = [token for one in said for token in one.get("token_ids", [])]
     (ended,) = [one for one in said if one["finish_reason"] is not None]
+    scores = [one["logprobs"] for one in said if one.get("logprobs")]
     # As with vLLM, the model's own end is not named.
     own = ids[-1] if ended["finish_reason"] == "stop" else None
     return Got(
         "".join(texts), ids, ended["finish_reason"], ended.get("stop_reason", own),
         last["usage"]["completion_tokens"],
         last["timings"]["draft_n"], last["timings"]["draft_n_accepted"], texts,
+        last["usage"]["prompt_tokens_details"]["cached_tokens"],
+        [score for one in scores for score in one["token_logprobs"]],
+        [list(top.values()) for one in scores for top in one["top_logprobs"]],
     )  # fmt: skip
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it, without NaN and infinities."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def ask(server: Server, transport: str, **fields: Any) -> Got:
@@ -219,7 +244,8 @@ def refusal(server: Server, transport: str, **fields: Any) -> tuple[str, str, st
     """Ask for what must be refused: (code, field, message). The server says it, not the client."""
     if transport == "http":
         path, body = to_openai(**fields)
-        answer = httpx.post(server.http + path, json=body, timeout=30, trust_env=False)
+        url = server.http + path
+        answer = httpx.post(url, json=body, timeout=30, trust_env=False, verify=False)
         error = answer.json()["error"]
         assert 400 <= answer.status_code < 500
         return error["code"], error["param"] or "", error["message"]
