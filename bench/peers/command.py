@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -103,13 +104,19 @@ def compared(args: argparse.Namespace, venvs: dict[str, str]) -> dict[str, Any]:
         "draft": _short(args.draft),
         "options": {"max_tokens": args.max_tokens, "repeats": args.repeats,
                     "threads": options["threads"], "context": args.context},
-        **found, "skipped": {**missing, **found["skipped"]},
+        **found,
+        "skipped": {**missing, **{name: _bare(why) for name, why in found["skipped"].items()}},
     }  # fmt: skip
 
 
 def _short(name: str) -> str:
     """A model's name without the folders of this machine."""
     return Path(name).name if name and Path(name).expanduser().exists() else name
+
+
+def _bare(text: str) -> str:
+    """An error without the folders of this machine."""
+    return re.sub(r"/(?:[\w.+~-]+/)+", "", text)
 
 
 def main(argv: Sequence[str]) -> int:

