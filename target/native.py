@@ -176,7 +176,7 @@ def unfit(checkpoint: Checkpoint, quantize: str = "none") -> str:
     group, rest = divmod(config.heads, config.kv_heads)
     if rest or group > native.MOST_GROUP:
         return f"{config.heads} query heads over {config.kv_heads} K/V heads"
-    if config.head_dim % 16:
+    if config.head_dim % 16 or config.head_dim > native.MOST_DIM:
         return f"heads of {config.head_dim}"
     q = config.heads * config.head_dim
     for inputs in (config.hidden, config.intermediate, q):

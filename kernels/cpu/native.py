@@ -18,6 +18,7 @@ from torch import Tensor
 VERSION = 2
 ROWS, BLOCK = 16, 32
 MOST_GROUP = 16  # query heads per K/V head
+MOST_DIM = 256  # of a head
 ISAS = ("avx512", "avx2", "generic")
 
 

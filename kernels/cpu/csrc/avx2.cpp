@@ -53,7 +53,7 @@ static inline __m256i codes(const uint8_t* planes, int step, int at) {
   }
 }
 
-static inline __m256 widen(const uint16_t* p) {
+static inline __m256 wider(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
 
@@ -109,8 +109,8 @@ static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes
     _mm_prefetch((const char*)(p + 2048 + half * kBytes / 2), _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int sub = 0; sub < SUBS; sub++) {
-      const __m256 dw = widen(scales + kRows * sub);
-      const __m256 low = MINIMA ? widen(scales + kRows * SUBS) : _mm256_mul_ps(dw, zero);
+      const __m256 dw = wider(scales + kRows * sub);
+      const __m256 low = MINIMA ? wider(scales + kRows * SUBS) : _mm256_mul_ps(dw, zero);
       __m256i sums[T];
       products<BITS, SUBS, T>(planes, half, sub, q, x.inputs, sums);
       if constexpr (PLANES == 2) {

@@ -52,7 +52,7 @@ static inline __m512i codes(const uint8_t* planes, int step) {
   }
 }
 
-static inline __m512 widen(const uint16_t* p) {
+static inline __m512 wider(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
 
@@ -79,8 +79,8 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
         _mm_prefetch((const char*)(p + 4096 + i), _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int sub = 0; sub < SUBS; sub++) {
-      const __m512 dw = widen(scales + kRows * sub);
-      const __m512 low = MINIMA ? widen(scales + kRows * SUBS) : _mm512_mul_ps(dw, zero);
+      const __m512 dw = wider(scales + kRows * sub);
+      const __m512 low = MINIMA ? wider(scales + kRows * SUBS) : _mm512_mul_ps(dw, zero);
       __m512i sums[T], lows[T];
       for (int t = 0; t < T; t++) sums[t] = lows[t] = _mm512_setzero_si512();
 #pragma GCC unroll 8

@@ -10,6 +10,7 @@ constexpr int kRows = 16;      // output rows interleaved in a group
 constexpr int kBlock = 32;     // inputs that share an activation scale
 constexpr int kPlane = 254;    // what the high plane of activations counts
 constexpr int kSegment = 256;  // positions attended to as one task
+constexpr int kMaxDim = 256;   // of a head
 constexpr int kChunk = 64;     // positions per update of the running softmax
 
 // A quantised matrix [outputs, inputs]. Groups of 16 rows, then blocks of 32 inputs; of each the

@@ -9,15 +9,33 @@ static inline f8 load8(const float* p) { f8 v; __builtin_memcpy(&v, p, 32); retu
 static inline void store8(float* p, f8 v) { __builtin_memcpy(p, &v, 32); }
 static inline f8 all8(float x) { return f8{x, x, x, x, x, x, x, x}; }
 
+#define SPEC_SHUFFLE __builtin_shufflevector
+
 static inline float sum8(f8 v) {  // a fixed tree of additions
-  const float a = (v[0] + v[4]) + (v[2] + v[6]), b = (v[1] + v[5]) + (v[3] + v[7]);
-  return a + b;
+  v += SPEC_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+  v += SPEC_SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+  return v[0] + v[1];
 }
 
+static inline f8 larger8(f8 a, f8 b) { return a > b ? a : b; }
+
 static inline float max8(f8 v) {
-  float m = v[0];
-  for (int i = 1; i < 8; i++) m = v[i] > m ? v[i] : m;
-  return m;
+  v = larger8(v, SPEC_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+  v = larger8(v, SPEC_SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+  return v[0] > v[1] ? v[0] : v[1];
+}
+
+// The sums of eight vectors, one a lane; the same tree for each.
+static inline f8 sums8(const f8* a) {
+  f8 b[4], c[2];
+  for (int i = 0; i < 4; i++)
+    b[i] = SPEC_SHUFFLE(a[2 * i], a[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
+           SPEC_SHUFFLE(a[2 * i], a[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  for (int i = 0; i < 2; i++)
+    c[i] = SPEC_SHUFFLE(b[2 * i], b[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+           SPEC_SHUFFLE(b[2 * i], b[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return SPEC_SHUFFLE(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         SPEC_SHUFFLE(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
 // exp by 2^n * p(r), |r| <= ln2 / 2, a polynomial of degree 6; below -87 it is 0.
@@ -71,26 +89,31 @@ static inline f8 rounded8(f8 v) {
   return (v + shift) - shift;
 }
 
-// The codes of one block; the sum of each half.
+typedef int8_t b8 __attribute__((vector_size(8)));
+
+static inline void store_codes(int8_t* q, i8 code) {
+  const b8 narrow = __builtin_convertvector(code, b8);
+  __builtin_memcpy(q, &narrow, 8);
+}
+
+// The codes of one block; the sum of each half, whole numbers that a float holds.
 template <bool TWO>
-static inline void encode(const float* x, float inverse, int8_t* q, int64_t plane, int32_t* sums) {
-  i8 sum[2] = {};
+static inline void encode(const float* x, float inverse, int8_t* q, int64_t plane, float* sums) {
+  f8 sum[2] = {};
   for (int i = 0; i < 4; i++) {
     const f8 whole = rounded8(load8(x + 8 * i) * all8(inverse));
-    const i8 code = __builtin_convertvector(whole, i8);
-    sum[i / 2] += code;
-    i8 high = code;
+    sum[i / 2] += whole;
     if (TWO) {
-      high = __builtin_convertvector(rounded8(whole * all8(1.0f / kPlane)), i8);
-      const i8 low = code - high * kPlane;
-      for (int j = 0; j < 8; j++) q[plane + 8 * i + j] = (int8_t)low[j];
+      const f8 high = rounded8(whole * all8(1.0f / kPlane));
+      const f8 low = whole - high * all8((float)kPlane);
+      store_codes(q + plane + 8 * i, __builtin_convertvector(low, i8));
+      store_codes(q + 8 * i, __builtin_convertvector(high, i8));
+    } else {
+      store_codes(q + 8 * i, __builtin_convertvector(whole, i8));
     }
-    for (int j = 0; j < 8; j++) q[8 * i + j] = (int8_t)high[j];
   }
-  for (int i = 0; i < 2; i++) {
-    sums[i] = 0;
-    for (int j = 0; j < 8; j++) sums[i] += sum[i][j];
-  }
+  sums[0] = sum8(sum[0]);
+  sums[1] = sum8(sum[1]);
 }
 
 static void quantise(const float* x, const Codes& codes, int64_t token) {
@@ -103,29 +126,27 @@ static void quantise(const float* x, const Codes& codes, int64_t token) {
     f8 most = all8(0.0f);
     for (int64_t i = 0; i < codes.inputs; i += 8) {
       const f8 size = size8(load8(x + i));
-      most = size > most ? size : most;
+      most = larger8(size, most);
     }
     const float peak = max8(most), top = 127.0f * kPlane;
     inverse = peak > 0 ? top / peak : 0.0f;
     scale[0] = peak / top;
   }
   for (int64_t b = 0; b < codes.blocks; b++, x += kBlock, q += kBlock) {
-    int32_t sums[2];
+    float* sums = half + 2 * b;
     if (codes.plane) {
       encode<true>(x, inverse, q, codes.plane, sums);
     } else {
       f8 most = all8(0.0f);
       for (int i = 0; i < 4; i++) {
         const f8 size = size8(load8(x + 8 * i));
-        most = size > most ? size : most;
+        most = larger8(size, most);
       }
       const float peak = max8(most);
       scale[b] = peak / 127.0f;
       encode<false>(x, peak > 0 ? 127.0f / peak : 0.0f, q, 0, sums);
     }
-    half[2 * b] = (float)sums[0];
-    half[2 * b + 1] = (float)sums[1];
-    whole[b] = (float)(sums[0] + sums[1]);
+    whole[b] = sums[0] + sums[1];
   }
 }
 
@@ -202,6 +223,10 @@ static inline int64_t slot_at(const Keys& keys, int64_t i) {
 
 // Keys [from, to) of one node, chunk by chunk of absolute positions, so that the order of every sum
 // hangs on positions alone: whether a key was cached or is part of the tree changes no bit.
+static inline void widen(const uint16_t* halves, int dim, float* out) {
+  for (int d = 0; d < dim; d += 8) store8(out + d, from_half8(halves + d));
+}
+
 template <int G>
 static void attend_group(const Head& head, const Keys& keys, int64_t from, int64_t to,
                          float* out) {
@@ -213,6 +238,7 @@ static void attend_group(const Head& head, const Keys& keys, int64_t from, int64
   for (int i = 0; i < group * dim; i++) sums[i] = 0.0f;
   for (int g = 0; g < group; g++) tops[g] = -INFINITY, bottoms[g] = 0.0f;
   float scores[kMost][kChunk];
+  alignas(32) float wide[8][kMaxDim];
   int64_t slots[kChunk];
   while (from < to) {
     const int64_t position = keys.first + from;
@@ -220,15 +246,17 @@ static void attend_group(const Head& head, const Keys& keys, int64_t from, int64
     if (end > to) end = to;
     const int count = (int)(end - from);
     for (int i = 0; i < count; i++) slots[i] = slot_at(keys, from + i) * head.stride;
-    for (int i = 0; i < count; i++) {
-      const uint16_t* k = head.k + slots[i];
-      f8 acc[kMost];
-      for (int g = 0; g < group; g++) acc[g] = f8{};
-      for (int d = 0; d < dim; d += 8) {
-        const f8 kd = from_half8(k + d);
-        for (int g = 0; g < group; g++) acc[g] = fma8(load8(head.q + g * dim + d), kd, acc[g]);
+    for (int i = 0; i < count; i += 8) {  // eight keys at a time, widened once for all heads
+      const int keys = count - i < 8 ? count - i : 8;
+      for (int j = 0; j < 8; j++) widen(head.k + slots[i + (j < keys ? j : 0)], dim, wide[j]);
+      for (int g = 0; g < group; g++) {
+        f8 acc[8] = {};
+        for (int d = 0; d < dim; d += 8) {
+          const f8 q = load8(head.q + g * dim + d);
+          for (int j = 0; j < 8; j++) acc[j] = fma8(q, load8(wide[j] + d), acc[j]);
+        }
+        store8(scores[g] + i, sums8(acc));
       }
-      for (int g = 0; g < group; g++) scores[g][i] = sum8(acc[g]);
     }
     const int padded = (count + 7) & ~7;
     for (int g = 0; g < group; g++) {
@@ -253,14 +281,15 @@ static void attend_group(const Head& head, const Keys& keys, int64_t from, int64
         store8(sums + g * dim + d, acc);
       }
     }
-    for (int d = 0; d < dim; d += 8) {
-      f8 acc[kMost];
-      for (int g = 0; g < group; g++) acc[g] = load8(sums + g * dim + d);
-      for (int i = 0; i < count; i++) {
-        const f8 vd = from_half8(head.v + slots[i] + d);
-        for (int g = 0; g < group; g++) acc[g] = fma8(all8(scores[g][i]), vd, acc[g]);
-      }
-      for (int g = 0; g < group; g++) store8(sums + g * dim + d, acc[g]);
+    for (int i = 0; i < count; i += 8) {
+      const int keys = count - i < 8 ? count - i : 8;
+      for (int j = 0; j < keys; j++) widen(head.v + slots[i + j], dim, wide[j]);
+      for (int g = 0; g < group; g++)
+        for (int d = 0; d < dim; d += 8) {
+          f8 acc = load8(sums + g * dim + d);
+          for (int j = 0; j < keys; j++) acc = fma8(all8(scores[g][i + j]), load8(wide[j] + d), acc);
+          store8(sums + g * dim + d, acc);
+        }
     }
     from = end;
   }
