@@ -70,9 +70,10 @@ MODEL, MEMORY, SPECULATION = "model", "memory and batching", "speculation"
 SERVER, SECURITY, LIMITS = "server", "security", "limits"
 TRANSPORTS, METRICS = "transports", "metrics and traces"
 LOGGING, PROCESS = "logging", "process"
-ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION)
-EVERYDAY = (*ENGINE_GROUPS, SERVER, PROCESS)  # what --help shows
-FURTHER = (TRANSPORTS, SECURITY, LIMITS, LOGGING, METRICS)  # what --help-all shows too
+KERNELS = "kernels"
+ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION, KERNELS)
+EVERYDAY = (MODEL, MEMORY, SPECULATION, SERVER, PROCESS)  # what --help shows
+FURTHER = (KERNELS, TRANSPORTS, SECURITY, LIMITS, LOGGING, METRICS)  # what --help-all shows too
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("target", MODEL, "text", "", "model to serve: path, short name or hub id", "MODEL"),
@@ -90,7 +91,6 @@ SETTINGS: tuple[Setting, ...] = (
         "how weights that are not quantised are held on a CPU",
         choices=("none", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
     ),
-    Setting("attention", MODEL, "text", "auto", "attention kernels: auto or a name", "NAME"),
     Setting(
         "kv-fraction", MEMORY, "number", 0.3,
         "share of the memory free after loading that K/V may take", "F", low=0.001, high=0.95,
@@ -127,6 +127,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "drain-s", SERVER, "number", 30.0,
         "seconds running requests get to finish after SIGTERM", "S", low=0, high=86400,
+    ),
+    Setting("attention", KERNELS, "text", "auto", "attention kernels: auto or a name", "NAME"),
+    Setting(
+        "activations", KERNELS, "text", "16",
+        "bits of activations in compiled CPU kernels: 8 is quicker and less exact",
+        choices=("16", "8"),
     ),
     Setting("page", TRANSPORTS, "text", "on", "the chat page at /", choices=("on", "off")),
     Setting(

@@ -39,7 +39,7 @@ class EngineOptions:
     kv_fraction: share of the memory free after loading that the K/V store may take. max_nodes:
     guesses per row and step at most. speculation: what requests that say nothing get; off = none
     for any request, and no look-up or draft is kept. quantize: how plain weights are held by the
-    compiled model on a CPU.
+    compiled model on a CPU; activations: bits it rounds activations to, 16 or 8.
     """
 
     target: str
@@ -56,6 +56,7 @@ class EngineOptions:
     attention: str = "auto"
     block_events: int = 0
     quantize: str = "none"
+    activations: str = "16"
 
 
 def assemble(

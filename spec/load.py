@@ -54,6 +54,8 @@ def check_options(options: EngineOptions) -> None:
         raise ValueError(f"kv-fraction: must be in (0, 0.95], got {options.kv_fraction}")
     if options.speculation not in ("auto", "off", "max"):
         raise ValueError(f"speculation: must be auto, off or max, got {options.speculation!r}")
+    if options.activations not in ("16", "8"):
+        raise ValueError(f"activations: must be 16 or 8, got {options.activations!r}")
     if options.quantize not in QUANTISATIONS:
         known = ", ".join(QUANTISATIONS)
         raise ValueError(f"quantize: must be one of {known}, got {options.quantize!r}")
@@ -86,7 +88,9 @@ def _load(
         if device.type == "cpu" and options.dtype == "auto" and options.attention == "auto":
             reason = unfit(checkpoint, options.quantize)
             if not reason:
-                return load_native(checkpoint, 0, options.quantize, progress)
+                return load_native(
+                    checkpoint, 0, options.quantize, progress, activations=int(options.activations)
+                )
             if wanted:
                 raise ValueError(f"quantize: {path.name} can't be held so: {reason}")
         elif wanted:
