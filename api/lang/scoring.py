@@ -1,0 +1,63 @@
+"""`select`: which of several texts a model finds likeliest behind what is there.
+
+Every choice is encoded in its place, together with what stands before it, and scored from the first
+token on that differs: one request per choice, side by side, all upon the same cached prefix. (Not
+one tree of all choices: beginnings that choices share are computed once for each of them.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+
+from spec_serve.lang.backend import Backend
+from spec_serve.lang.parts import Select
+
+
+def common(lists: Sequence[Sequence[int]]) -> int:
+    """Length of the longest beginning that all share."""
+    shortest = min(map(len, lists))
+    first = lists[0]
+    for at in range(shortest):
+        if any(ids[at] != first[at] for ids in lists):
+            return at
+    return shortest
+
+
+async def scored(backend: Backend, prompts: list[list[int]]) -> tuple[int, list[list[float]]]:
+    """Where the prompts part, and each one's log-probabilities from there on."""
+    start = common(prompts)
+    if start == 0:
+        start = 1  # a first token has no probability of its own
+    if len(prompts) == 1:
+        return start, [[]]
+    # The first one leaves the shared beginning in the cache for the others.
+    first = await backend.score(prompts[0], start)
+    others = await asyncio.gather(*(backend.score(ids, start) for ids in prompts[1:]))
+    return start, [first, *others]
+
+
+def best(select: Select, tokens: list[list[int]], scores: list[list[float]]) -> int:
+    """The number of the choice. tokens: of each choice from where they part; scores: likewise."""
+    sums = [sum(found) for found in scores]
+    if select.rule == "sum":
+        return max(range(len(sums)), key=sums.__getitem__)
+    if select.rule == "mean":
+        means = [sum(found) / max(1, len(found)) for found in scores]
+        return max(range(len(means)), key=means.__getitem__)
+    if select.rule == "sample":
+        top = max(sums)
+        weights = [math.exp((one - top) / select.temperature) for one in sums]
+        return random.Random(select.seed).choices(range(len(sums)), weights)[0]
+    left = list(range(len(tokens)))
+    depth = 0
+    while len(left) > 1:
+        going = [i for i in left if len(tokens[i]) > depth]
+        if not going:
+            break
+        lead = max(going, key=lambda i: scores[i][depth])
+        left = [i for i in going if tokens[i][depth] == tokens[lead][depth]]
+        depth += 1
+    return left[0]
