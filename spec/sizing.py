@@ -59,12 +59,7 @@ def pick_threads(device: TorchDevice) -> int:
         # Its threads are its own. Torch's would still be spinning for their next work when these
         # want the cores, and what is left to torch is small.
         torch.set_num_threads(1)
-        if model.threads > 1:
-            together, threads = quickest(device, 1), model.threads
-            model.use_threads(1)
-            if quickest(device, 1) > together:
-                model.use_threads(threads)
-        return model.threads
+        return model.threads  # it finds out by itself, step by step, whether to use them
     if device.pool.device.type != "cpu" or threads == 1:
         return threads
     together = quickest(device, 1)

@@ -12,6 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import c_int32, c_void_p
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -32,6 +33,44 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 PLAIN_AS = "Q8_0"  # how a quantised file's few plain matrices are held
 
 
+class Pace:
+    """All threads or one: whichever makes steps quicker now.
+
+    Threads that wait for each other hundreds of times a step lose many times what they gain as soon
+    as another program wants one of the cores. So now and then a step is run the other way, and the
+    quicker way is kept. No bit depends on it.
+    """
+
+    EVERY = 128  # steps from one try of the other way to the next
+
+    def __init__(self, threads: int) -> None:
+        self.all = self.using = threads
+        self._steps = 0
+        self._pace: dict[int, float] = {}  # seconds of a step over its weight, lately
+
+    def choose(self) -> int:
+        """Threads for the next step."""
+        self._steps += 1
+        if self.all == 1 or self.using not in self._pace:
+            return self.using
+        other = 1 if self.using == self.all else self.all
+        return other if other not in self._pace or self._steps % self.EVERY < 2 else self.using
+
+    def learn(self, threads: int, nodes: int, seconds: float) -> None:
+        """What a step took."""
+        if self.all == 1:
+            return
+        weighed = seconds / (4 + nodes)
+        earlier = self._pace.get(threads)
+        if earlier is None or (threads != self.using and weighed < earlier):
+            self._pace[threads] = weighed  # other programs only ever make a step slower
+        else:
+            self._pace[threads] = earlier + 0.2 * (weighed - earlier)
+        other = 1 if self.using == self.all else self.all
+        if other in self._pace and self._pace.get(self.using, 0.0) > 1.1 * self._pace[other]:
+            self.using = other
+
+
 class NativeTransformer:
     """A decoder-only transformer in compiled code, for inference on a CPU."""
 
@@ -43,6 +82,7 @@ class NativeTransformer:
         self.quantisation = ""  # the commonest type of the matrices
         self.nbytes = 0
         self._pool = pool
+        self.pace = Pace(pool.threads)
         self._kept: list[object] = []  # what the library points to
         self._model = native.Model()
         self._step = native.Step()
@@ -64,6 +104,16 @@ class NativeTransformer:
         return self.quantisation.lower()
 
     @property
+    def matrices(self) -> list[PackedMatrix]:
+        """Embedding, head where it is another, then q, k, v, output, gate, up, down per layer."""
+        return [kept for kept in self._kept if isinstance(kept, PackedMatrix)]
+
+    @property
+    def planes(self) -> int:
+        """Planes of eight bits that activations are held in."""
+        return int(self._model.planes)
+
+    @property
     def threads(self) -> int:
         """Threads that run a forward."""
         return self._pool.threads
@@ -73,6 +123,7 @@ class NativeTransformer:
         if threads != self._pool.threads:
             self._free()
             self._pool = Pool(threads)
+            self.pace = Pace(threads)
             self._start()
 
     def _start(self) -> None:
@@ -150,8 +201,11 @@ class NativeTransformer:
         step.taps, step.tap_count = ctypes.cast(wishes, c_void_p), len(taps)
         step.tapped = None if tapped is None else tapped.data_ptr()
         step.logits_out, step.hidden_out = logits.data_ptr(), hidden.data_ptr()
+        step.threads = self.pace.choose()
+        begun = perf_counter()
         if native.load().spec_native_forward(self._runner, step):
             raise MemoryError("no memory for a step of the compiled model")
+        self.pace.learn(step.threads, nodes, perf_counter() - begun)
         return TargetOut(logits[:, : config.vocab], tapped, hidden)
 
 

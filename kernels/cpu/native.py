@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 2
+VERSION = 3
 ROWS, BLOCK = 16, 32
 MOST_GROUP = 16  # query heads per K/V head
 MOST_DIM = 256  # of a head
@@ -70,7 +70,7 @@ class Step(Structure):
 
     _fields_ = [
         ("nodes", c_int64), ("rows", c_int64), ("logits", c_int64), ("words", c_int64),
-        ("table_stride", c_int64), ("first", c_int64),
+        ("table_stride", c_int64), ("first", c_int64), ("threads", c_int64),
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("row_of", c_void_p),
         ("ancestors", c_void_p), ("logits_at", c_void_p), ("node_ptr", c_void_p),
         ("twig_ptr", c_void_p), ("twig_slots", c_void_p), ("row_ids", c_void_p),

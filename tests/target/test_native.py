@@ -17,7 +17,7 @@ from spec_serve.kernels.cpu.quantise import QUANTISERS
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.target.dequant import decode
 from spec_serve.target.model import Transformer, load_model
-from spec_serve.target.native import NativeTransformer, load_native, unfit
+from spec_serve.target.native import NativeTransformer, Pace, load_native, unfit
 from tests.tiny import FAMILIES, MemoryCheckpoint, tiny_checkpoint
 
 TOKENS = [(i * 37 + 11) % 290 for i in range(70)]
@@ -158,3 +158,32 @@ def test_without_the_library_models_run_in_torch(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(native, "load", missing)
     assert "no C++ compiler" in unfit(tiny_checkpoint("llama"), "q8_0")
+
+
+def test_threads_are_used_while_they_are_quicker() -> None:
+    pace = Pace(4)
+    took = {4: 0.003, 1: 0.005}
+
+    def run(steps: int) -> list[int]:
+        used = []
+        for _ in range(steps):
+            threads = pace.choose()
+            used.append(threads)
+            pace.learn(threads, 1, took[threads])
+        return used
+
+    used = run(400)
+    assert pace.using == 4 and used.count(1) < 12
+    took[4] = 0.030  # another program came
+    assert run(4)[-1] == 1 and pace.using == 1
+    assert run(400).count(4) < 12
+    took[4] = 0.003
+    run(300)
+    assert pace.using == 4
+
+
+def test_one_thread_has_nothing_to_choose() -> None:
+    pace = Pace(1)
+    for _ in range(300):
+        assert pace.choose() == 1
+        pace.learn(1, 1, 0.1)

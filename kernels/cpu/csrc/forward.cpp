@@ -53,7 +53,12 @@ class Runner {
   bool forward(const Step& step) {
     step_ = &step;
     if (!arrange()) return false;
-    pool_.run([this](int thread) { part(thread); });
+    active_ = step.threads == 1 ? 1 : pool_.size();
+    if (active_ == 1) {
+      part(0);
+    } else {
+      pool_.run([this](int thread) { part(thread); });
+    }
     return true;
   }
 
@@ -135,11 +140,15 @@ class Runner {
     return Codes{q_, scale_, whole_, half_, inputs, inputs / kBlock, plane};
   }
 
+  void meet() {
+    if (active_ > 1) pool_.meet();
+  }
+
   // f(i) for i of [0, count), shared among the threads by turns.
   template <typename F>
   void shared(int thread, int64_t count, const F& f) {
-    for (int64_t i = thread; i < count; i += pool_.size()) f(i);
-    pool_.meet();
+    for (int64_t i = thread; i < count; i += active_) f(i);
+    meet();
   }
 
   void linear(int thread, const Stack& stack, const Codes& x, int64_t tokens, float* out,
@@ -147,7 +156,7 @@ class Runner {
     int all = 0;
     for (int p = 0; p < stack.count; p++) all += groups(stack.parts[p]);
     // Pieces of some groups each, taken as they come: another program may hold one of the cores.
-    const int threads = pool_.size();
+    const int threads = active_;
     std::atomic<int64_t>& ticket = tickets_[turn_of(thread)];
     const int piece = threads == 1 ? all : all / (threads * 8) > 1 ? all / (threads * 8) : 1;
     for (;;) {
@@ -165,7 +174,7 @@ class Runner {
         begin += size;
       }
     }
-    pool_.meet();
+    meet();
     if (thread == 0) ticket.store(0, std::memory_order_relaxed);
   }
 
@@ -330,6 +339,7 @@ class Runner {
   const Kernels& kernels_;
   Pool& pool_;
   const Step* step_ = nullptr;
+  int active_ = 1;
   Scratch scratch_;
   int64_t nodes_ = 0, width_ = 0, segments_ = 0, part_ = 0;
   float *x_ = nullptr, *y_ = nullptr, *z_ = nullptr, *mixed_ = nullptr, *parts_ = nullptr;
@@ -366,7 +376,7 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int spec_native_version() { return 2; }
+EXPORT int spec_native_version() { return 3; }
 
 EXPORT const char* spec_native_isa(const char* wanted) {
   const native::Kernels* found = native::kernels_of(wanted);

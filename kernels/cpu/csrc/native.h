@@ -83,6 +83,7 @@ struct Model {
 // One forward. Everything is on the host; indices are int64 as in cache/batch.py.
 struct Step {
   int64_t nodes, rows, logits, words, table_stride, first;
+  int64_t threads;  // 1 = the caller alone, else all of the pool
   const int64_t *tokens, *positions, *slots, *row_of, *ancestors, *logits_at;
   const int64_t *node_ptr, *twig_ptr, *twig_slots, *row_ids, *prefix, *chain;
   const int64_t* table;
