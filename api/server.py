@@ -38,6 +38,7 @@ from spec_serve.api.ops import Operations
 from spec_serve.api.ports import is_loopback
 from spec_serve.api.process_child import EngineProcess
 from spec_serve.api.process_link import link_to
+from spec_serve.api.request_log import RequestLog
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service
 from spec_serve.api.traces import Traces, exporter
@@ -115,7 +116,7 @@ class Server:
         )
         meter = Meter()
         self.traces: Traces | None = None
-        self.link.observers.append(meter.observe)
+        self.link.observers += [meter.observe, RequestLog().observe]
         if settings.otel_endpoint:
             self.traces = Traces(exporter(settings.otel_endpoint), self.service.model)
             self.link.observers.append(self.traces.observe)
