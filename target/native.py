@@ -90,7 +90,7 @@ class NativeTransformer:
         self._rope: list[Tensor] = []
         self._runner = 0
         self._free: Callable[[], object] = lambda: None
-        self._layers: tuple[int, object, object] | None = None
+        self._layers: tuple[Sequence[LayerKV], object, object] | None = None
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -154,12 +154,12 @@ class NativeTransformer:
 
     def _pointers(self, layers: Sequence[LayerKV]) -> tuple[object, object]:
         """Arrays of the layers' K and V pointers; made anew only for another pool."""
-        first = layers[0].k.data_ptr()
-        if self._layers is None or self._layers[0] != first:
+        # By identity, and held: another pool may lie at the address of one that is gone.
+        if self._layers is None or self._layers[0] is not layers:
             assert all(kv.k.dtype == self.dtype for kv in layers)
             kind = c_void_p * len(layers)
             keys = kind(*(kv.k.data_ptr() for kv in layers))
-            self._layers = (first, keys, kind(*(kv.v.data_ptr() for kv in layers)))
+            self._layers = (layers, keys, kind(*(kv.v.data_ptr() for kv in layers)))
         return self._layers[1:]
 
     def forward(
