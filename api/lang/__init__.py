@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from spec_serve.lang.backend import Backend, ClientBackend
 from spec_serve.lang.events import Called, Delta, Done, Ended, Event, Meta
+from spec_serve.lang.graph import Graph
 from spec_serve.lang.parts import (
     ProgramError,
     TraceError,
@@ -32,6 +33,7 @@ __all__ = [
     "Done",
     "Ended",
     "Event",
+    "Graph",
     "Meta",
     "Program",
     "ProgramError",

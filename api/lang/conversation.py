@@ -7,7 +7,6 @@ pieces once used must stay what they were. Knows no server.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, cast
 
 import msgspec
 from msgspec import Struct
@@ -66,8 +65,7 @@ class Conversation:
     def close(self, role: Role) -> None:
         """End the turn."""
         if role and self.begun is not None:
-            named = cast(Literal["system", "user", "assistant"], role)
-            self.turns.append(m.Turn(named, self.begun))
+            self.turns.append(m.Turn(role, self.begun))
             self.begun = None
 
     def add(self, text: str) -> None:

@@ -16,7 +16,8 @@ class Meta:
     """About a value. reason and matched: why it ended; ids: its tokens, those of a stop left out.
 
     cached: tokens found in the prefix cache. drafted, accepted: guesses, and by source in
-    `sources`. logprobs: of its tokens, where asked for. scores: of a select's choices.
+    `sources`. logprobs: of its tokens, where asked for. scores: of a select's choices. constraint:
+    what became of it: complete, ignored keywords, schema_valid, tokens that were forced.
     """
 
     reason: str = "stop"
@@ -30,6 +31,7 @@ class Meta:
     sources: dict[str, tuple[int, int]] | None = None
     logprobs: tuple[m.Logprob, ...] = ()
     scores: dict[str, float] | None = None
+    constraint: m.Constrained | None = None
 
 
 @dataclass(frozen=True, slots=True)

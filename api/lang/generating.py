@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from spec_serve.api import messages as m
 from spec_serve.client.answers import Answer
 from spec_serve.lang.events import Meta
 from spec_serve.lang.parts import Gen
@@ -43,7 +44,7 @@ def kept(answer: Answer) -> tuple[list[int], str, str]:
     return ids, choice.text[: -len(rest)], rest
 
 
-def meta_of(answer: Answer, ids: list[int]) -> Meta:
+def meta_of(answer: Answer, ids: list[int], constraint: m.Constrained | None) -> Meta:
     """What is told of the first choice."""
     choice = answer.choices[0]
     sources: dict[str, tuple[int, int]] = {}
@@ -63,4 +64,5 @@ def meta_of(answer: Answer, ids: list[int]) -> Meta:
         accepted=told.accepted if told else 0,
         sources=sources,
         logprobs=tuple(choice.logprobs),
+        constraint=constraint,
     )

@@ -27,6 +27,11 @@ _PLAIN = (
     "speculation", "priority", "timeout_s", "cache_salt",
 )  # fmt: skip
 
+_LIMITS = (
+    "max_chars", "min_chars", "max_words", "max_sentences", "banned", "whitespace", "strict",
+    "after",
+)  # fmt: skip
+
 
 class ProgramError(RuntimeError):
     """A program that can't be run as it is written."""
@@ -161,10 +166,11 @@ def gen(
     """Let the model go on. At most one of type, regex, schema, choices and grammar.
 
     type: int, float, bool, date, datetime, Literal, Enum, dataclass, msgspec.Struct or a pydantic
-    model; the value is one of these. schema: JSON Schema or such a type. options: fields of a
-    request and of its sampling. Raises TypeError and ValueError for what there is not.
+    model; the value is one of these. schema: JSON Schema or such a type. grammar: Lark, or the name
+    of one the server has. options: fields of a request, of its sampling and of its constraint
+    (max_chars, banned, whitespace, strict, ...). Raises TypeError, ValueError.
     """
-    unknown = sorted(set(options) - {*_SAMPLING, *_PLAIN, "constraint"})
+    unknown = sorted(set(options) - {*_SAMPLING, *_PLAIN, *_LIMITS})
     if unknown:
         raise TypeError(f"gen: there is no option {unknown[0]!r}")
     if isinstance(options.get("stop"), str):
@@ -173,8 +179,9 @@ def gen(
     sampling = {field: options.pop(field) for field in _SAMPLING if field in options}
     if sampling:
         options["sampling"] = sampling
-    if found.constraint is not None:
-        options["constraint"] = {**found.constraint, **options.get("constraint", {})}
+    limits = {field: options.pop(field) for field in _LIMITS if field in options}
+    if found.constraint is not None or limits:
+        options["constraint"] = {**(found.constraint or {"kind": "text"}), **limits}
     return GenPart(name, msgspec.to_builtins(options), found)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from spec_serve.client import Client
 from spec_serve.lang.backend import Backend, connected
@@ -18,6 +18,9 @@ from spec_serve.lang.events import Ended, Event
 from spec_serve.lang.parts import ProgramError
 from spec_serve.lang.run import Run
 from spec_serve.lang.state import State, Value
+
+if TYPE_CHECKING:
+    from spec_serve.lang.graph import Graph
 
 T = TypeVar("T")
 _CONST = "known when the program is compiled"
@@ -132,6 +135,21 @@ class Program:
             return [result async for result in made]
 
         return asyncio.run(go())
+
+    async def acompile(self, *, on: On, partial: bool = False) -> Graph:
+        """Trace it and get everything ready that needs no arguments; see graph.py.
+
+        partial: keep what comes before the first thing that can't be traced; a run goes on from
+        there as it is written. Raises TraceError with the line otherwise.
+        """
+        from spec_serve.lang.compiling import compiled
+
+        async with connected(on) as backend:
+            return await compiled(self, backend, partial)
+
+    def compile(self, *, on: On, partial: bool = False) -> Graph:
+        """`acompile` where there is no loop."""
+        return asyncio.run(self.acompile(on=on, partial=partial))
 
     async def drive(self, run: Run, given: dict[str, Any]) -> Result:
         """The function itself on a run that was prepared, then everything it began."""

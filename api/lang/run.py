@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from spec_serve.api import messages as m
 from spec_serve.client.answers import Answer
 from spec_serve.lang import events as e
 from spec_serve.lang.backend import Backend
@@ -124,6 +125,10 @@ class Run:
     async def wait(self, value: Value) -> Any:
         """Its value. Raises what went wrong."""
         return await self._wait(value._key)
+
+    async def value(self, key: str) -> Any:
+        """The value of a key (parts.py)."""
+        return await self._wait(key)
 
     def get(self, value: Value) -> Any:
         """Its value, in another thread than the loop's."""
@@ -351,10 +356,12 @@ class Run:
         prompt = held.prompt(pieces)
         if not prompt:
             raise ProgramError("there is nothing to go on from: write some text first")
-        answer = Answer()
+        answer, constraint = Answer(), None
         async with aclosing(self._backend.generate(prompt, requested(item))) as found:
             async for event in found:
                 answer.add(event)
+                if isinstance(event, m.Finished) and event.index == 0:
+                    constraint = event.constraint
                 text = getattr(event, "text", "")
                 if text and getattr(event, "index", 0) == 0:
                     variable.text += text
@@ -365,7 +372,7 @@ class Run:
         ids, shown, rest = kept(answer)
         held.fill(ids, shown, pieces[-1])
         held.add(rest)
-        variable.meta = meta_of(answer, ids)
+        variable.meta = meta_of(answer, ids, constraint)
         texts = [choice.text for choice in answer.choices]
         values = [read(item.parse, text, self._types) for text in texts]
         self._finish(variable, values if len(values) > 1 else values[0])

@@ -67,17 +67,18 @@ def shape(
         raise ValueError("gen: at most one of type, regex, schema, choices and grammar")
     if regex is not None:
         re.compile(regex)
-        return Shape({"regex": regex})
+        return Shape({"kind": "regex", "source": regex})
     if choices is not None:
         held = list(choices)
         if not held or not all(isinstance(choice, str) and choice for choice in held):
             raise ValueError("gen: choices must be texts, and at least one")
-        return Shape({"choices": held})
+        return Shape(_choices(held))
     if grammar is not None:
-        return Shape({"grammar": grammar})
+        kind = "name" if re.fullmatch(r"[a-z][a-z0-9_-]*", grammar) else "lark"
+        return Shape({"kind": kind, "source": grammar})
     if schema is not None:
         if isinstance(schema, dict):
-            return Shape({"json_schema": schema}, "json")
+            return Shape(_schema(schema), "json")
         return _of_class(schema)
     return Shape() if type is None else _of_type(type)
 
@@ -87,16 +88,16 @@ def _of_type(kind: Any) -> Shape:
         return Shape()
     if kind in _REGEX:
         name, regex = _REGEX[kind]
-        return Shape({"regex": regex}, name)
+        return Shape({"kind": "regex", "source": regex}, name)
     if get_origin(kind) is Literal:
         options = get_args(kind)
         if not all(isinstance(option, str) for option in options):
             raise TypeError("gen: only a Literal of texts can be generated")
-        return Shape({"choices": list(options)})
+        return Shape(_choices(list(options)))
     if isinstance(kind, enum.EnumMeta):
         members: list[Any] = list(kind)
         texts = [str(member.value) for member in members]
-        return Shape({"choices": texts}, f"enum:{kind.__name__}", {kind.__name__: kind})
+        return Shape(_choices(texts), f"enum:{kind.__name__}", {kind.__name__: kind})
     return _of_class(kind)
 
 
@@ -110,7 +111,15 @@ def _of_class(kind: Any) -> Shape:
             schema = msgspec.json.schema(kind)
         except TypeError as error:
             raise TypeError(f"gen: {name} is no type that can be generated: {error}") from None
-    return Shape({"json_schema": _without_reference(schema)}, f"class:{name}", {name: kind})
+    return Shape(_schema(_without_reference(schema)), f"class:{name}", {name: kind})
+
+
+def _choices(texts: list[str]) -> dict[str, Any]:
+    return {"kind": "choices", "source": json.dumps(texts, ensure_ascii=False)}
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "json_schema", "source": json.dumps(schema, ensure_ascii=False)}
 
 
 def _without_reference(schema: dict[str, Any]) -> dict[str, Any]:
