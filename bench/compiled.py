@@ -48,6 +48,15 @@ class Ceilings:
         return self.small if bits <= 4 else self.bytes_
 
 
+def higher(one: Ceilings, other: Ceilings) -> Ceilings:
+    """The better of two measurements: what else the machine does only ever makes them worse."""
+    assert (one.threads, one.isa) == (other.threads, other.isa)
+    return Ceilings(
+        one.threads, one.isa, max(one.memory, other.memory), max(one.small, other.small),
+        max(one.bytes_, other.bytes_), max(one.floats, other.floats),
+    )  # fmt: skip
+
+
 def measure_ceilings(pool: Pool, isa: str) -> Ceilings:
     """Takes about two seconds."""
     return Ceilings(
