@@ -30,7 +30,7 @@ On = str | Client | Backend
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """value: what the program returned; state: its root state, finished."""
+    """value: what the program returned, lists for tuples; state: its root state, finished."""
 
     value: Any
     state: State
@@ -162,14 +162,24 @@ class Program:
                 value = await self.fn(state, **given)
             else:
                 value = await asyncio.to_thread(self.fn, state, **given)
-            if isinstance(value, Value):
-                value = await value
+            value = await resolved(value)
             await run.finish()
             if run.events is not None:
                 run.events.put_nowait(Ended(value))
             return Result(value, state)
         finally:
             await run.close()
+
+
+async def resolved(value: Any) -> Any:
+    """What a program returned, with values in it as they are; tuples come as lists."""
+    if isinstance(value, Value):
+        return await value
+    if isinstance(value, list | tuple):
+        return [await resolved(one) for one in value]
+    if isinstance(value, dict):
+        return {name: await resolved(one) for name, one in value.items()}
+    return value
 
 
 def program(fn: Callable[..., Any]) -> Program:

@@ -327,6 +327,11 @@ class Branches:
         place = self._names.index(which) if isinstance(which, str) else which
         return self._states[place]
 
+    def __setitem__(self, which: int | str, state: State) -> None:
+        """Makes `branches["a"] += ...` work; a branch can't be another state."""
+        if state is not self[which]:
+            raise TypeError("a branch can't be replaced; write into it with +=")
+
     async def join(
         self, pick: Callable[[list[State]], Any] | None = None, *, first: bool = False
     ) -> Any:

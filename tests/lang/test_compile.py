@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,8 @@ async def wide(s: ss.State, name: str, key: ss.Const[str], count: int = 2) -> An
 
 
 async def told(result: ss.Result) -> Any:
-    """A result with all values in it awaited."""
-
-    async def plain(value: Any) -> Any:
-        if isinstance(value, ss.Value):
-            return await value
-        if isinstance(value, Mapping):
-            return {name: await plain(one) for name, one in value.items()}
-        return [await plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-    return await plain(result.value), await result.state.ids(), await result.state.messages()
+    """Everything about a result."""
+    return result.value, await result.state.ids(), await result.state.messages()
 
 
 def test_compiled_is_what_interpreted_is_and_a_loaded_one_too(tmp_path: Path) -> None:

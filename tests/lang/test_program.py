@@ -128,8 +128,7 @@ def test_forks_begin_with_what_the_parent_held_and_run_apart() -> None:
 
     async def go(client: Client) -> None:
         result = await forked.arun(on=client)
-        left, right = result.value
-        text, first = await left, await right
+        text, first = result.value
         assert first == result["a"]
         assert [turn["content"] for turn in await result.state.messages()] == [
             "the", first, "after", f"Use {text}{text}", result["out"],
