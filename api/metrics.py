@@ -28,6 +28,7 @@ SECONDS = (
 )  # fmt: skip
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 16384.0)
 PER_STEP = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
+MOST_TOKENS = 64  # per step; more count as so many
 MAX_POSITIONS = 32  # depths told apart; deeper ones count with the last
 
 
@@ -58,6 +59,11 @@ class Histogram:
         return told
 
 
+def _key(event: Delta | Finished) -> object:
+    """What a choice is known by; without a tuple for the usual one."""
+    return (event.request.id, event.index) if event.index else event.request.id
+
+
 class Meter:
     """Everything counted since the start. All methods belong to the loop's thread."""
 
@@ -68,19 +74,28 @@ class Meter:
         self.end_to_end = Histogram(SECONDS)
         self.prompt = Histogram(COUNTS)
         self.completion = Histogram(COUNTS)
-        self.tokens_per_step = Histogram(PER_STEP)
         self.reasons: dict[str, int] = {"stop": 0, "length": 0, "cancelled": 0}
         self.errors: dict[str, int] = {}
         self.drafted: dict[str, int] = {}
         self.accepted: dict[str, int] = {}
         self.drafts = self.draft_tokens = self.accepted_tokens = 0
         self._runs = [0] * (MAX_POSITIONS + 1)  # steps by how many guesses they accepted
-        self._last: dict[tuple[str, int], float] = {}
+        self._tokens = [0] * (MOST_TOKENS + 1)  # steps by how many tokens they brought
+        self._last: dict[object, float] = {}
 
     @property
     def by_position(self) -> list[int]:
         """Guesses accepted at each depth: steps that accepted more than it."""
         return [sum(self._runs[depth:]) for depth in range(1, MAX_POSITIONS + 1)]
+
+    @property
+    def tokens_per_step(self) -> Histogram:
+        """Tokens a choice got in a verify step."""
+        made = Histogram(PER_STEP)
+        for tokens, steps in enumerate(self._tokens):
+            if steps:
+                made.add(tokens, steps)
+        return made
 
     def observe(self, events: Sequence[Event]) -> None:
         """Count one step's events; a failure's code, too, when it is the engine's."""
@@ -95,25 +110,28 @@ class Meter:
                 self.queue.add(event.queue_ms / 1e3)  # type: ignore[union-attr]
 
     def _delta(self, event: Delta, now: float) -> None:
-        key = (event.request.id, event.index)
+        # For every delta of every stream: as little as will do.
         step, count = event.step, len(event.tokens)
+        key = _key(event)
         earlier = self._last.get(key)
         self._last[key] = now
         if earlier is not None and count:
             self.inter_token.add((now - earlier) / count, count)
-        self.tokens_per_step.add(count)
-        if not step.drafted:
+        self._tokens[count if count < MOST_TOKENS else MOST_TOKENS] += 1
+        drafted = step.drafted
+        if not drafted:
             return
+        accepted = step.accepted
         self.drafts += 1
-        self.draft_tokens += step.drafted
-        self.accepted_tokens += step.accepted
-        self._runs[min(step.accepted, MAX_POSITIONS)] += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        self._runs[accepted if accepted < MAX_POSITIONS else MAX_POSITIONS] += 1
         for name, (drafted, accepted) in step.sources.items():
             self.drafted[name] = self.drafted.get(name, 0) + drafted
             self.accepted[name] = self.accepted.get(name, 0) + accepted
 
     def _finished(self, event: Finished) -> None:
-        self._last.pop((event.request.id, event.index), None)
+        self._last.pop(_key(event), None)
         if event.reason == "error":
             code = event.error.code if event.error is not None else "engine_error"
             self.refuse(code)

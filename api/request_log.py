@@ -1,4 +1,4 @@
-"""One log line per request that ended: its id, sizes, times and speculation; never a word of it.
+"""One log line per request that ended: its id, sizes and times; never a word of it.
 
 An observer of the link. Text logs show the line, JSON logs its parts as fields beside the message.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from spec_serve.spec.request import Delta, Event, Finished
+from spec_serve.spec.request import Event, Finished
 
 log = logging.getLogger("spec_serve.requests")
 
@@ -17,35 +17,21 @@ class RequestLog:
     """Sums the choices of each request up and says so when the last one ends."""
 
     def __init__(self) -> None:
-        # request -> choices left, completion tokens, steps, guesses, accepted ones
-        self._live: dict[str, list[int]] = {}
+        self._live: dict[str, list[int]] = {}  # request -> choices left, completion tokens
 
     def observe(self, events: Sequence[Event]) -> None:
         """One step's events."""
-        if not log.isEnabledFor(logging.INFO):
-            return
         for event in events:
-            if type(event) is Delta:
-                held = self._held(event)
-                held[2] += 1
-                held[3] += event.step.drafted
-                held[4] += event.step.accepted
-            elif type(event) is Finished:
-                held = self._held(event)
+            if type(event) is Finished and log.isEnabledFor(logging.INFO):
+                request = event.request
+                held = self._live.setdefault(request.id, [request.n, 0])
                 held[0] -= 1
                 held[1] += event.usage.completion_tokens
                 if not held[0]:
-                    del self._live[event.request.id]
-                    self._say(event, *held[1:])
+                    del self._live[request.id]
+                    self._say(event, held[1])
 
-    def _held(self, event: Delta | Finished) -> list[int]:
-        request = event.request
-        held = self._live.get(request.id)
-        if held is None:
-            held = self._live[request.id] = [request.n, 0, 0, 0, 0]
-        return held
-
-    def _say(self, event: Finished, tokens: int, steps: int, drafted: int, accepted: int) -> None:
+    def _say(self, event: Finished, tokens: int) -> None:
         usage, timings = event.usage, event.timings
         code = event.error.code if event.error is not None else ""
         log.info(
@@ -65,9 +51,6 @@ class RequestLog:
                 "cached_tokens": usage.cached_tokens,
                 "completion_tokens": tokens,
                 "choices": event.request.n,
-                "steps": steps,
-                "drafted": drafted,
-                "accepted": accepted,
                 "queue_ms": round(timings.queue_ms, 3),
                 "ttft_ms": round(timings.ttft_ms, 3),
                 "decode_ms": round(timings.decode_ms, 3),

@@ -35,7 +35,7 @@ def test_one_line_a_request_with_its_id_and_sizes(lines: list[logging.LogRecord]
     assert first["prompt_tokens"] == len("secret words")
     assert first["completion_tokens"] == 2 * (len("secret words") + 1)
     assert (second["completion_tokens"], second["reason"]) == (4, "length")
-    assert second["steps"] == 2 and second["drafted"] >= second["accepted"] > 0
+    assert second["ttft_ms"] == 1.0 and second["code"] == ""
 
 
 def test_no_text_is_logged(lines: list[logging.LogRecord]) -> None:
