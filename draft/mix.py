@@ -43,9 +43,10 @@ class Candidates:
 
     chance[i]: probability that node i is right given its parent; reach[i]: that it lies on the
     accepted path; kinds[i]: the calibration kind of the source that proposed it first.
+    children: (parent, token) -> node.
     """
 
-    __slots__ = ("_children", "chance", "depths", "kinds", "parents", "reach", "tokens")
+    __slots__ = ("chance", "children", "depths", "kinds", "parents", "reach", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -54,16 +55,17 @@ class Candidates:
         self.chance: list[float] = []
         self.reach: list[float] = []
         self.kinds: list[str] = []
-        self._children: dict[tuple[int, int], int] = {}
+        self.children: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def _add(self, parent: int, token: int, chance: float, kind: str) -> int:
-        node = self._children.get((parent, token))
+    def put(self, parent: int, token: int, chance: float, kind: str) -> int:
+        """The child of `parent` with this token; made, or made as likely as `chance`."""
+        node = self.children.get((parent, token))
         reach = chance if parent < 0 else chance * self.reach[parent]
         if node is None:
-            node = self._children[parent, token] = len(self.tokens)
+            node = self.children[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
             self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
@@ -80,7 +82,13 @@ class Candidates:
         for level, token in enumerate(guess.tokens[:depth], start=1):
             chance = calibration.rate(kind, level, probs[level - 1]) * trust
             chance = LIKELY if chance > LIKELY else chance
-            at = self._add(at, token, chance, kind)
+            at = self.put(at, token, chance, kind)
+
+    def add_certain(self, tokens: Sequence[int], kind: str) -> None:
+        """Merge a chain that can't be wrong."""
+        at = -1
+        for token in tokens:
+            at = self.put(at, token, 1.0, kind)
 
     def add_tree(
         self,
@@ -104,7 +112,7 @@ class Candidates:
                 where.append(-1)
                 continue
             chance = min(calibration.rate(kind, level, estimate) * trust, LIKELY)
-            where.append(self._add(at, token, chance, kind))
+            where.append(self.put(at, token, chance, kind))
 
     def settle(self) -> None:
         """Make reach agree with chance once everything is merged (a parent may have risen)."""

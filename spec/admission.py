@@ -121,6 +121,8 @@ def check_request(request: Request, info: EngineInfo, limits: Limits) -> None:
     if len(stopping.token_ids) > limits.max_stop_ids:
         raise RequestError("stop_token_ids", f"has more than {limits.max_stop_ids} entries")
     _ids("stop_token_ids", stopping.token_ids, vocab)
+    if request.constraint is not None and stopping.ignore_eos:
+        raise RequestError("ignore_eos", "contradicts a constraint, which ends the text")
     speculation = request.speculation
     if speculation.mode not in ("auto", "off", "max"):
         raise RequestError(

@@ -18,7 +18,10 @@ from spec_serve.kernels.base import AttentionBackend, pick_backend
 from spec_serve.kernels.cpu.attention import NativeAttention
 from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.build import Builder
+from spec_serve.spec.compiler import compiler_of
+from spec_serve.spec.constraint import SOURCE
 from spec_serve.spec.engine import Engine
+from spec_serve.spec.grammar import Spelling
 from spec_serve.spec.request import Mode
 from spec_serve.spec.row import Row
 from spec_serve.spec.scheduler import Scheduler
@@ -69,12 +72,13 @@ def assemble(
     vocab_size: int = 0,
     cost: CostCurve | None = None,
     limits: Limits | None = None,
+    spelling: Spelling | None = None,
 ) -> Engine:
     """An engine around a loaded target.
 
     vocab_size: leading ids that mean something (0 = all of the head's rows); the rows behind them
     are padding, never emitted and refused in requests. cost: a known cost curve; None = measure
-    it now.
+    it now. spelling: the tokenizer constraints are compiled for; None = they are refused.
     """
     device = target.device
     if attention is None:
@@ -137,10 +141,12 @@ def assemble(
         sources=(
             *(LOOKUPS if lookup else ()),
             *((drafter.name,) if drafter is not None else ()),
+            *((SOURCE,) if spelling is not None and mode != "off" else ()),
         ),
     )
     scheduler = Scheduler(options.max_rows, options.step_tokens, BUSY_CHUNK)
-    return Engine(info, limits or Limits(), runner, store, scheduler, builder)
+    compiler = compiler_of(spelling) if spelling is not None else None
+    return Engine(info, limits or Limits(), runner, store, scheduler, builder, compiler)
 
 
 def attention_for(model: Model, name: str = "auto") -> AttentionBackend:

@@ -23,6 +23,7 @@ from spec_serve.spec.step import DraftRow, Job, Result
 
 CROWD = 4  # rows beyond which look-ups that were of no use are not asked again at once
 REST = 8  # steps they rest
+AHEAD = 8  # slots kept for each running row when another one is admitted
 
 SourceMaker = Callable[[Row], list[Source]]
 
@@ -100,6 +101,14 @@ class Builder:
                 raise
             row.told = len(row.tokens)
         return kv
+
+    def fits(self, row: Row, cached: int, running: Sequence[Row]) -> bool:
+        """True if there is room for a row beside what the running ones are about to need."""
+        need = len(row.tokens) - cached + 2
+        for other in running:
+            assert other.kv is not None
+            need += len(other.tokens) - len(other.kv.tokens) + AHEAD
+        return not running or need <= self.store.available()
 
     def share(self, row: Row) -> None:
         """Let others match the row's prompt while it goes on."""
@@ -200,11 +209,11 @@ class Builder:
             emitting += 1
             if not self._speculates(row):
                 continue  # a drafter with taps has grown a tree for it all the same
-            if row.sources is None and row.device_tree is None:
+            if row.sources is None and row.device_tree is None and row.walk is None:
                 continue
             if row.emitted == 0 and self._mode(row) == "auto":
                 continue  # guesses would only delay the first token
-            if crowded and row.device_tree is None and row.rest:
+            if crowded and row.device_tree is None and row.rest and row.walk is None:
                 row.rest -= 1
                 row.guessed = None
                 continue
@@ -289,6 +298,8 @@ class Builder:
                 tree = TokenTree(given, range(-1, count - 1), count)
                 row.source_of = ()
             row.tree = tree
+            if row.walk is not None and part.final:
+                row.sampling.masks = row.walk.masks(row.source_of)
             total = len(tree.tokens)
             held = 1 if row.next_slot and not row.replay else 0
             scratch = self._scratch(row, part, plan)

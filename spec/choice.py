@@ -72,13 +72,15 @@ class RowSampling:
         self._counts = np.empty(64, dtype=np.float64)
         if sampling.repetition_penalty != 1:
             self._count(prompt, 0.0)
+        # Per node of the tree from the last given one on, bits of the ids allowed behind it.
+        self.masks: Sequence[npt.NDArray[np.uint64] | None] = ()
         self._simple = not (
             self.sampled or self.penalised or bias or sampling.bad_words or len(self.unused_ids)
         )
 
     @property
     def plain(self) -> bool:
-        return self._simple and self.emitted >= self.min_tokens
+        return self._simple and self.emitted >= self.min_tokens and not self.masks
 
     @property
     def follows_path(self) -> bool:

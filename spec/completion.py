@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spec_serve.spec.request import (
+    Constrained,
     Delta,
     Event,
     Finished,
@@ -35,6 +36,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] | None = None
     steps: list[StepRecord] = field(default_factory=list)
     error: RequestError | None = None
+    constraint: Constrained | None = None
 
 
 def collect(requests: Sequence[Request], events: Iterable[Event]) -> list[Completion]:
@@ -56,6 +58,7 @@ def collect(requests: Sequence[Request], events: Iterable[Event]) -> list[Comple
                 completion.reason, completion.matched = event.reason, event.matched
                 completion.usage, completion.timings = event.usage, event.timings
                 completion.error = event.error
+                completion.constraint = event.constraint
             case _:
                 pass
     return list(made.values())

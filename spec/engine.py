@@ -19,6 +19,7 @@ from spec_serve.cache.store import KVStore
 from spec_serve.spec import report
 from spec_serve.spec.admission import EngineInfo, Limits, check_request
 from spec_serve.spec.build import Builder
+from spec_serve.spec.compiler import Compiler, compile_for
 from spec_serve.spec.completion import Completion, collect
 from spec_serve.spec.request import (
     Delta,
@@ -38,7 +39,6 @@ from spec_serve.spec.step import Device, Job, Result, Scored
 log = logging.getLogger("spec_serve.engine")
 
 FAILED = "the engine failed while serving this request"
-AHEAD = 8  # slots kept for each running row when another one is admitted
 
 
 class Engine:
@@ -52,6 +52,7 @@ class Engine:
         store: KVStore,
         scheduler: Scheduler,
         builder: Builder,
+        compiler: Compiler | None = None,
     ) -> None:
         self.info = info
         self.limits = limits
@@ -60,6 +61,7 @@ class Engine:
         self.scheduler = scheduler
         self.builder = builder
         self._device = device
+        self._compiler = compiler
         self._wake = threading.Condition()
         self._inbox: dict[str, list[Row]] = {}
         self._cancels: set[str] = set()
@@ -77,8 +79,12 @@ class Engine:
     # ---- from any thread
 
     def validate(self, request: Request) -> None:
-        """Raise RequestError naming the field if the request can't be served as asked."""
+        """Raise RequestError naming the field if the request can't be served as asked.
+
+        Compiles its constraint, which may take a second.
+        """
         check_request(request, self.info, self.limits)
+        compile_for(request, self._compiler)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError at once if it is bad, or the engine full.
@@ -285,12 +291,14 @@ class Engine:
         """Give a row its place in the cache; False if there is no room yet."""
         # Asked first, as opening touches what matches and makes look-ups.
         cached = self.store.matched(row.tokens, row.request.salt) if row.scored else 0
-        if not self._fits(row, cached):
+        running = self.scheduler.running
+        if not self.builder.fits(row, cached, running):
             return False
         kv = self.builder.open(row)
         if kv is None:
             return False
-        if not self._fits(row, len(kv.tokens)):  # what it matched can't be evicted any more
+        # What it matched can't be evicted any more.
+        if not self.builder.fits(row, len(kv.tokens), running):
             self.store.close(kv)
             return False
         row.kv = kv
@@ -303,15 +311,6 @@ class Engine:
             self._events.append(Started(row.request, row.index, row.cached, queued))
         self.scheduler.admit(row)
         return True
-
-    def _fits(self, row: Row, cached: int) -> bool:
-        """True if there is room for a row beside what the running ones are about to need."""
-        running = self.scheduler.running
-        need = len(row.tokens) - cached + 2
-        for other in running:
-            assert other.kv is not None
-            need += len(other.tokens) - len(other.kv.tokens) + AHEAD
-        return not running or need <= self.store.available()
 
     def _pick(self) -> list[tuple[Row, int]]:
         """(row, given nodes) of the next step: one suspect alone, if there are any."""

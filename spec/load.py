@@ -129,6 +129,7 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
         drafter=drafter,
         lookup=choice.lookup,
         vocab_size=real_vocabulary(tokenizer),
+        spelling=tokenizer,
     )
     progress("ready", 1.0)
     return engine, tokenizer

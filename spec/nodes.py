@@ -54,6 +54,7 @@ class Edits:
     path: tuple[Tensor, Tensor, Tensor] | None  # index among the Q, token id, times emitted [E]
     bias: Spans | None
     unused: Spans | None
+    allowed: tuple[Tensor, Tensor] | None  # work row [Q], bits of the ids that may be chosen [Q, W]
     bad: tuple[Tensor, Tensor] | None  # work row, token id
     end: tuple[Tensor, Tensor] | None  # work row, token id
 
@@ -147,7 +148,9 @@ class Buffer:
         return list(packed.split_with_sizes(self._sizes))
 
 
-_Entry = tuple[int, RowSampling, int, int, Sequence[int]]
+# Logit row, state, position of the token to be drawn, guesses above, their path, nodes behind the
+# last given one.
+_Entry = tuple[int, RowSampling, int, int, Sequence[int], int]
 
 
 class _Edited:
@@ -159,11 +162,12 @@ class _Edited:
         self._path: tuple[list[int], list[int], list[float]] = ([], [], [])
         self._bad: tuple[list[int], list[int]] = ([], [])
         self._end: tuple[list[int], list[int]] = ([], [])
+        self._allowed: tuple[list[int], list[_I64]] = ([], [])
         self._at = 0
 
     def add(self, i: int, entry: _Entry) -> None:
         """Work row i is this one."""
-        _, state, _, ahead, path = entry
+        _, state, _, ahead, path, node = entry
         sampling, owner = state.sampling, id(state)
         if state.emitted + ahead < state.min_tokens:
             self._end[0].extend([i] * len(state.end_ids))
@@ -185,6 +189,9 @@ class _Edited:
             words = state.banned_after(path)
             self._bad[0].extend([i] * len(words))
             self._bad[1].extend(words)
+        if state.masks and (mask := state.masks[node]) is not None:
+            self._allowed[0].append(i)
+            self._allowed[1].append(mask.view(np.int64))
         if len(state.unused_ids):
             self._unused.add(i, owner, state.unused_ids, np.zeros(len(state.unused_ids)))
 
@@ -200,20 +207,25 @@ class _Edited:
         for pair in (self._bad, self._end):
             buffer.ints(pair[0])
             buffer.ints(pair[1])
+        rows, masks = self._allowed
+        buffer.ints(rows)
+        buffer.ints(np.concatenate(masks) if masks else ())
         for table in self._tables:
             table.queue(buffer)
 
     def edits(self, sent: Sequence[Tensor]) -> Edits | None:
         """None if nothing was collected. sent: the buffer's tensors."""
-        if not (self._bad[0] or self._end[0] or any(table.rows for table in self._tables)):
+        lists = self._bad[0] or self._end[0] or self._allowed[0]
+        if not (lists or any(table.rows for table in self._tables)):
             return None
-        penalty, which, token, times, *pairs = sent[self._at : self._at + 8]
+        penalty, which, token, times, *pairs = sent[self._at : self._at + 10]
         return Edits(
             penalties=self._penalties.spans(sent),
             penalty=penalty.view(torch.float64).view(-1, 3),
             path=(which, token, times.view(torch.float64)) if self._path[0] else None,
             bias=self._bias.spans(sent),
             unused=self._unused.spans(sent),
+            allowed=(pairs[4], pairs[5].view(len(pairs[4]), -1)) if self._allowed[0] else None,
             bad=(pairs[0], pairs[1]) if self._bad[0] else None,
             end=(pairs[2], pairs[3]) if self._end[0] else None,
         )
@@ -222,8 +234,7 @@ class _Edited:
 def _judged(
     rows: Sequence[tuple[RowSampling, TokenTree, int, int]],
 ) -> tuple[list[_Entry], list[_Entry], list[_Entry], int]:
-    """The logit rows that need work, by group, as (logit row, state, position of the token to be
-    drawn, guesses above, path of guesses), and the number of all logit rows.
+    """The logit rows that need work, by group, and the number of all logit rows.
 
     Nodes above the last given one are never drawn from: what follows them is known.
     """
@@ -236,7 +247,7 @@ def _judged(
             continue
         into = groups[0 if not state.sampled else 2 if state.filtered else 1]
         if n == tree.given:
-            into.append((first + last, state, position + n, 0, ()))
+            into.append((first + last, state, position + n, 0, (), 0))
             continue
         depths = range(n) if tree.is_chain else tree.depths()
         paths: dict[int, tuple[int, ...]] = {last: ()}
@@ -246,7 +257,8 @@ def _judged(
             if node >= logits_from:
                 depth = depths[node]
                 path = paths.get(node, ())
-                into.append((first + node, state, position + depth + 1, depth - last, path))
+                at = position + depth + 1
+                into.append((first + node, state, at, depth - last, path, node - last))
     return *groups, count
 
 

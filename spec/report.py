@@ -27,7 +27,14 @@ def finished(
     row: Row, reason: Reason, matched: int | str | None, error: RequestError | None
 ) -> Finished:
     """The end of a row."""
-    return Finished(row.request, row.index, reason, matched, usage(row), timings(row), error)
+    walk, constrained = row.walk, None
+    if walk is not None and row.cached >= 0:
+        constrained = walk.outcome(isinstance(matched, str))
+        if reason == "error" and error is None:
+            error = RequestError("constraint", walk.failed or "no token is left that fits it")
+    return Finished(
+        row.request, row.index, reason, matched, usage(row), timings(row), error, constrained
+    )
 
 
 def usage(row: Row) -> Usage:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from spec_serve.spec.compiler import Compiled
 
 Mode = Literal["auto", "off", "max"]
 ConstraintKind = Literal["text", "regex", "json_schema", "json_object", "choices", "lark", "name"]
@@ -153,7 +156,8 @@ class Request:
     raw logits, before penalties, bias, masks, temperature and filters. salt: namespace of the
     prefix cache. priority: higher first. deadline: time.monotonic() seconds. sink: called with each
     event of this request, in the thread of the link that delivers it. trace: the W3C traceparent of
-    who asks. constraint: what the text has to look like.
+    who asks. constraint: what the text has to look like; compiled: the same, by spec/compiler.py
+    (None = the engine does it when the request is submitted).
     """
 
     id: str
@@ -170,6 +174,7 @@ class Request:
     sink: Callable[[Event], None] | None = None
     trace: str | None = None
     constraint: Constraint | None = None
+    compiled: Compiled | None = None
 
 
 @dataclass(slots=True)

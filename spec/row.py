@@ -15,6 +15,7 @@ from spec_serve.draft.base import Guess, Source
 from spec_serve.draft.budget import Calibration
 from spec_serve.draft.mix import Candidates, Trust
 from spec_serve.spec.admission import EngineInfo, capacity
+from spec_serve.spec.constraint import SOURCE, Walk
 from spec_serve.spec.request import Reason, Request, TokenLogprob
 from spec_serve.spec.sampling import RowSampling
 
@@ -28,7 +29,8 @@ class Row:
 
     tokens: prompt and everything emitted. kv: its place in the cache while it runs. next_slot: the
     slot granted ahead for the first node of its next twig (0 = none). replay: that first node is
-    the last cached token, run again for its logits. drafted: leading tokens with draft K/V.
+    the last cached token, run again for its logits. drafted: leading tokens with draft K/V. walk:
+    its place in the request's constraint, if it has one.
     """
 
     __slots__ = (
@@ -37,7 +39,7 @@ class Row:
         "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
         "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
         "shared", "source_of", "sources", "steps", "told", "tokens", "tree", "trust",
-        "watch", "watch_from",
+        "walk", "watch", "watch_from",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +50,7 @@ class Row:
         limit: int,
         arrived: float,
         order: int,
+        walk: Walk | None = None,
     ) -> None:
         stopping = request.stopping
         self.request = request
@@ -59,6 +62,7 @@ class Row:
         self.ends = stopping.token_ids | (frozenset() if stopping.ignore_eos else stopping.eos)
         self.watch = stopping.watch() if stopping.watch is not None else None
         self.watch_from = stopping.min_tokens
+        self.walk = walk
         self.order = order
         self.arrived = arrived
         self.admitted = 0.0
@@ -101,7 +105,8 @@ class Row:
         """Append verified tokens one by one until something ends the choice.
 
         Returns how many were taken, the reason if it ended, and the token id or stop string that
-        matched. A stop wins over the token limit reached by the same token.
+        matched. A stop wins over the token limit reached by the same token, and so does a
+        constraint that is fulfilled.
         """
         count = 0
         reason: Reason | None = None
@@ -116,6 +121,9 @@ class Row:
                 reason = "length"
                 break
         taken = new[:count]
+        if self.walk is not None:
+            count, reason, matched = self._constrained(taken, reason, matched)
+            taken = new[:count]
         if self.watch is not None:
             found = self.watch.feed(taken, max(0, self.watch_from - self.emitted - 1))
             if found is not None and (found[0] < count or reason != "stop"):
@@ -123,6 +131,24 @@ class Row:
                 reason, taken = "stop", new[:count]
         self.tokens += taken
         self.sampling.extend(taken)
+        return count, reason, matched
+
+    def _constrained(
+        self, new: Sequence[int], reason: Reason | None, matched: int | str | None
+    ) -> tuple[int, Reason | None, int | str | None]:
+        """Tell the constraint; how many of the tokens are left, and how the choice ended."""
+        walk = self.walk
+        assert walk is not None
+        count = walk.take(new)
+        if count < len(new):  # what ended it behind this does not count
+            reason = matched = None
+        if walk.over and reason != "stop":
+            if walk.complete:
+                reason = "stop"
+            elif not walk.spent and reason is None:
+                reason = "error"
+            else:
+                reason = "length"
         return count, reason, matched
 
     def collect(
@@ -138,6 +164,8 @@ class Row:
         drafter: the name of the device drafter, whose tree (if any) came with the last step.
         """
         candidates = Candidates()
+        if self.walk is not None and (allowed is None or SOURCE in allowed):
+            candidates.add_certain(self.walk.forced_run(depth), SOURCE)
         if self.device_tree is not None and (allowed is None or drafter in allowed):
             tokens, parents, scores = self.device_tree
             trust = self.trust.get(drafter)
@@ -158,7 +186,10 @@ class Row:
         if not candidates.tokens:
             return None
         candidates.settle()
-        return candidates
+        if self.walk is not None:
+            certain = allowed is None or SOURCE in allowed
+            candidates = self.walk.prune(candidates, limit, depth if certain else 0)
+        return candidates if candidates.tokens else None
 
     def _tell(self) -> None:
         """Tell the look-ups what became certain since they were last asked."""
@@ -251,7 +282,11 @@ def make_rows(request: Request, info: EngineInfo, now: float, order: int) -> lis
             stopping.min_tokens,
             ends,
         )
-        row = Row(request, index, state, limit, now, order + index)
+        walk = None
+        if request.constraint is not None:
+            assert request.compiled is not None, "the engine compiles before it makes rows"
+            walk = Walk(request.compiled, stopping.eos | stopping.token_ids)
+        row = Row(request, index, state, limit, now, order + index, walk)
         row.leader = rows[0] if rows else None
         rows.append(row)
     return rows

@@ -21,6 +21,8 @@ from spec_serve.spec.nodes import Buffer, NodeSampling, Spans, pack
 
 # From this vocabulary on, rows of a CPU batch are drawn one by one.
 _WIDE = 2048
+# Bytes of a bit row that hold something, up to which the allowed ids are gathered one by one.
+_FEW = 128
 # How far below the best logit, in units of the temperature, tokens are looked at first.
 _NEAR = 5.0
 # Noise counts as loud if about one in this many of the vocabulary's size is tried to find it all.
@@ -224,6 +226,8 @@ def _edited(logits: Tensor, nodes: NodeSampling) -> Tensor:
     if edits.unused is not None:
         which, at = edits.unused.expand()
         flat.index_fill_(0, edits.unused.rows[which] * vocab + edits.unused.ids[at], NEVER)
+    if edits.allowed is not None:
+        _restrict(x, *edits.allowed)
     masks = []
     for pair in (edits.bad, edits.end):
         if pair is not None:
@@ -234,6 +238,30 @@ def _edited(logits: Tensor, nodes: NodeSampling) -> Tensor:
         dead = x.amax(-1) == NEVER
         flat.index_copy_(0, cells, values.masked_fill(~dead[rows], NEVER))
     return x
+
+
+def _restrict(x: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Exclude in place what isn't allowed. rows: [Q] of x [K, V]; bits: [Q, W], id 64 w + b is bit
+    b of word w; ids beyond them are excluded. Ids are gathered where few are allowed."""
+    vocab = x.shape[1]
+    if x.device.type == "cpu":
+        held = x.numpy()
+        packed = bits.contiguous().numpy().view(np.uint8)
+        for row, own in zip(rows.tolist(), packed, strict=True):
+            allowed = np.unpackbits(own, bitorder="little", count=vocab).view(np.bool_)
+            if np.count_nonzero(own) <= _FEW:
+                ids = np.flatnonzero(allowed)
+                values = held[row, ids]
+                held[row] = NEVER
+                held[row, ids] = values
+            else:
+                np.copyto(held[row], NEVER, where=~allowed)
+        return
+    places = torch.arange(64, device=x.device)
+    allowed_ = ((bits.unsqueeze(-1) >> places) & 1).flatten(1).bool()[:, :vocab]  # [Q, V']
+    if allowed_.shape[1] < vocab:
+        allowed_ = torch.nn.functional.pad(allowed_, (0, vocab - allowed_.shape[1]))
+    x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(~allowed_, NEVER))
 
 
 def _penalise(

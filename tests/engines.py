@@ -23,7 +23,9 @@ from spec_serve.kernels.reference import TorchAttention
 from spec_serve.spec.assemble import EngineOptions, assemble
 from spec_serve.spec.completion import Completion
 from spec_serve.spec.engine import Engine
+from spec_serve.spec.grammar import Spelling
 from spec_serve.spec.request import (
+    Constraint,
     Delta,
     Event,
     Finished,
@@ -104,6 +106,7 @@ def engine(
     speculation: str = "auto",
     step_tokens: int = 512,
     lookup: bool | None = None,
+    spelling: Spelling | None = None,
 ) -> Engine:
     """An engine on T with the named draft; device drafts grow depth x width trees every step."""
     options = EngineOptions(
@@ -122,6 +125,7 @@ def engine(
         drafter=draft or drafter(kind, family),
         lookup=kind == "lookup" if lookup is None else lookup,
         cost=CostCurve(FLAT),
+        spelling=spelling,
     )
     made.builder.grow_always(depth, width)
     return made
@@ -141,6 +145,7 @@ def request(
     prompt_logprobs: int | None = None,
     salt: str = "",
     watch: Callable[[], object] | None = None,
+    constraint: Constraint | None = None,
     **sampling: object,
 ) -> Request:
     """A request with a fresh id; further keywords are Sampling's."""
@@ -161,6 +166,7 @@ def request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         salt=salt,
+        constraint=constraint,
     )
 
 

@@ -1,0 +1,203 @@
+"""Constraints compiled aside from the engine and the loop: bounded in time, kept for the next time.
+
+Compiling runs in two threads of its own (llguidance lets go of Python meanwhile) and whoever waits
+gives up after a second. What compiled is kept by constraint, least lately used going first beyond a
+number of bytes; so is what did not. Threads that call it may be any. Knows no requests' lives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from dataclasses import dataclass, replace
+
+from spec_serve.spec.bounds import Bounds, Counters
+from spec_serve.spec.grammar import Grammar, Lexicon, MatchError, Spelling
+from spec_serve.spec.grammar_source import FIELD, refused, source_of
+from spec_serve.spec.request import Constraint, Request, RequestError
+
+WITHIN_S = 1.0
+FIRST_S = 30.0  # for the tokenizer's words, which the very first one waits for
+KEPT_BYTES = 64 << 20
+KEPT = 2048
+MOST_BANNED, MOST_BANNED_CHARS = 256, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar, and the bounds beside it (None = there are none)."""
+
+    constraint: Constraint
+    grammar: Grammar
+    bounds: Bounds | None
+
+
+class Compiler:
+    """Compiles constraints for one tokenizer."""
+
+    def __init__(self, spelling: Spelling, within_s: float = WITHIN_S) -> None:
+        self._spelling = spelling
+        self._within_s = within_s
+        self._lexicon: Lexicon | None = None
+        self._counters: Counters | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._words = threading.Lock()
+        self._kept: OrderedDict[Constraint, Compiled | RequestError] = OrderedDict()
+        self._bytes = 0
+        self._running: dict[Constraint, Future[Compiled]] = {}
+
+    def warm(self) -> None:
+        """Begin to make the tokenizer's words, aside."""
+        with self._lock:
+            self._workers().submit(self._make_lexicon)
+
+    def compile(self, constraint: Constraint) -> Compiled:
+        """Waits for it, a second at most (longer for the very first). Raises RequestError."""
+        check_bounds(constraint)
+        self._await_lexicon()
+        with self._lock:
+            known = self._kept.get(constraint)
+            if known is not None:
+                self._kept.move_to_end(constraint)
+                if isinstance(known, RequestError):
+                    raise refused(str(known).removeprefix(f"{known.field}: "), known.field)
+                return known
+            running = self._running.get(constraint)
+            if running is None:
+                running = self._workers().submit(self._work, constraint)
+                self._running[constraint] = running
+        try:
+            return running.result(self._within_s)
+        except TooLate:
+            raise refused(f"compiling it took more than {self._within_s:g} s") from None
+
+    def _await_lexicon(self) -> None:
+        if self._lexicon is not None:
+            return
+        with self._lock:
+            making = self._workers().submit(self._make_lexicon)
+        try:
+            making.result(FIRST_S)
+        except TooLate:
+            raise RequestError(FIELD, "the vocabulary is still being read", "overloaded") from None
+
+    @property
+    def kept_bytes(self) -> int:
+        """About what the kept grammars hold."""
+        return self._bytes
+
+    def _workers(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(2, "grammar")
+        return self._pool
+
+    def _make_lexicon(self) -> Lexicon:
+        with self._words:
+            if self._lexicon is None:
+                self._lexicon = Lexicon(self._spelling)
+            return self._lexicon
+
+    def _work(self, constraint: Constraint) -> Compiled:
+        try:
+            made: Compiled | RequestError = self._compiled(constraint)
+        except RequestError as error:
+            made = error
+        except MatchError as error:
+            made = refused(str(error))
+        except BaseException:
+            with self._lock:
+                self._running.pop(constraint, None)
+            raise
+        with self._lock:
+            self._running.pop(constraint, None)
+            self._kept[constraint] = made
+            self._bytes += _cost(made, constraint)
+            while self._bytes > KEPT_BYTES or len(self._kept) > KEPT:
+                oldest, dropped = self._kept.popitem(last=False)
+                self._bytes -= _cost(dropped, oldest)
+        if isinstance(made, RequestError):
+            raise made
+        return made
+
+    def _compiled(self, constraint: Constraint) -> Compiled:
+        lexicon = self._make_lexicon()
+        marker = lexicon.control.get(constraint.after.encode("utf-8", "replace"))
+        source, schema = source_of(constraint, marker)
+        bounds = None
+        if needs_bounds(constraint):
+            with self._words:
+                if self._counters is None:
+                    self._counters = Counters(lexicon)
+            bounds = Bounds(self._counters, constraint, marker)
+        plain = replace(
+            constraint, max_chars=None, min_chars=0, max_words=None, max_sentences=None, banned=()
+        )
+        with self._lock:  # the grammar itself may be there already
+            known = self._kept.get(plain)
+        held = known.grammar if isinstance(known, Compiled) else None
+        grammar = held or Grammar(lexicon, source, schema)
+        if bounds is not None:
+            first = grammar.start().allowed()
+            bounds.limit(bounds.start, first)
+            if not first.any():
+                raise refused("no text fits its grammar and its bounds")
+        return Compiled(constraint, grammar, bounds)
+
+
+def _cost(made: Compiled | RequestError, constraint: Constraint) -> int:
+    own = 512 + 4 * len(constraint.source) + 8 * sum(map(len, constraint.banned))
+    if isinstance(made, RequestError):
+        return own
+    return own + made.grammar.cost + (made.bounds.cost if made.bounds is not None else 0)
+
+
+def needs_bounds(constraint: Constraint) -> bool:
+    """Whether there is more to it than its grammar."""
+    given = (constraint.max_chars, constraint.max_words, constraint.max_sentences)
+    return any(x is not None for x in given) or constraint.min_chars > 0 or bool(constraint.banned)
+
+
+def check_bounds(constraint: Constraint) -> None:
+    """Raise RequestError naming a bound that makes no sense."""
+    for name in ("max_chars", "max_words", "max_sentences"):
+        value = getattr(constraint, name)
+        if value is not None and not 1 <= value <= 2**31 - 1:
+            raise refused(f"must be a whole number from 1, got {value!r}", f"{FIELD}.{name}")
+    most = constraint.max_chars
+    if constraint.min_chars < 0 or (most is not None and constraint.min_chars > most):
+        raise refused("must be from 0 to max_chars", f"{FIELD}.min_chars")
+    if len(constraint.banned) > MOST_BANNED:
+        raise refused(f"has more than {MOST_BANNED} entries", f"{FIELD}.banned")
+    if any(not text for text in constraint.banned):
+        raise refused("an entry is empty", f"{FIELD}.banned")
+    if sum(map(len, constraint.banned)) > MOST_BANNED_CHARS:
+        raise refused(f"has more than {MOST_BANNED_CHARS} characters", f"{FIELD}.banned")
+    if len(constraint.after) > 256:
+        raise refused("has more than 256 characters", f"{FIELD}.after")
+    if constraint.whitespace not in ("bounded", "compact", "any"):
+        raise refused("must be bounded, compact or any", f"{FIELD}.whitespace")
+
+
+_compilers: dict[int, Compiler] = {}  # by id; each holds its tokenizer, so ids stay unique
+_making = threading.Lock()
+
+
+def compile_for(request: Request, compiler: Compiler | None) -> None:
+    """Compile a request's constraint if it has one that isn't compiled. Raises RequestError."""
+    if request.constraint is None or request.compiled is not None:
+        return
+    if compiler is None:
+        raise refused("this engine has no tokenizer to compile it for")
+    request.compiled = compiler.compile(request.constraint)
+
+
+def compiler_of(spelling: Spelling) -> Compiler:
+    """The one compiler of a tokenizer: the server and an engine in its process share it."""
+    with _making:
+        made = _compilers.get(id(spelling))
+        if made is None:
+            made = _compilers[id(spelling)] = Compiler(spelling)
+        return made
