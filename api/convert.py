@@ -167,6 +167,7 @@ def to_request(
         n=wire.sampling.n,
         logprobs=wire.logprobs,
         prompt_logprobs=wire.prompt_logprobs,
+        continuations=tuple(map(tuple, wire.continuations)),
         salt=wire.cache_salt,
         priority=wire.priority,
         deadline=deadline,

@@ -98,6 +98,9 @@ class Generate(Message, tag="generate"):
     speculation: Speculation = field(default_factory=Speculation)
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # Texts that may follow, scored as one tree with the first token; max_tokens must be 1. Answered
+    # by `prompt_logprobs`: those of their tokens, one after the other.
+    continuations: Annotated[list[list[Token]], Meta(max_length=MAX_IDS)] = []
     skip_special_tokens: bool = True
     ids: bool = False
     steps: Literal["none", "summary", "steps", "tokens"] = "steps"

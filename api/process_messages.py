@@ -58,6 +58,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     priority: int
     deadline: float | None
     constraint: r.Constraint | None = None
+    continuations: tuple[tuple[int, ...], ...] = ()
 
 
 class Cancel(msgspec.Struct, tag=2, array_like=True):
@@ -214,7 +215,7 @@ def to_submit(number: int, request: r.Request) -> Submit:
     return Submit(
         number, request.id, request.prompt, request.sampling, ends, request.speculation, request.n,
         request.logprobs, request.prompt_logprobs, request.salt, request.priority, request.deadline,
-        request.constraint,
+        request.constraint, request.continuations,
     )  # fmt: skip
 
 
@@ -230,7 +231,7 @@ def from_submit(made: Submit, tokenizer: TokenTable) -> r.Request:
     return r.Request(
         made.id, made.prompt, made.sampling, stopping, made.speculation, made.n, made.logprobs,
         made.prompt_logprobs, made.salt, made.priority, made.deadline,
-        constraint=made.constraint,
+        constraint=made.constraint, continuations=made.continuations,
     )  # fmt: skip
 
 

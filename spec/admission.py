@@ -39,6 +39,7 @@ class Limits:
     max_bias: int = 1024
     max_stop_ids: int = 1024
     max_bad_words: int = 1024
+    max_continued: int = 1024
 
 
 def _number(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
@@ -68,6 +69,26 @@ def capacity(info: EngineInfo) -> int:
     return min(info.max_context, info.kv_tokens - 1)
 
 
+def _continuations(request: Request, info: EngineInfo, limits: Limits) -> None:
+    name, wanted = "continuations", request.continuations
+    if not wanted:
+        return
+    if not all(wanted):
+        raise RequestError(name, "one of them is empty")
+    if (count := sum(map(len, wanted))) > limits.max_continued:
+        told = f"have {count} tokens together, at most {limits.max_continued} are scored"
+        raise RequestError(name, told)
+    for tokens in wanted:
+        _ids(name, tokens, info.vocab_size)
+    if request.prompt_logprobs is not None or request.n > 1:
+        raise RequestError(name, "can't be scored together with prompt_logprobs or several choices")
+    if request.stopping.max_tokens != 1:
+        raise RequestError(name, "are scored with max_tokens 1 only")
+    if len(request.prompt) + max(map(len, wanted)) >= capacity(info):
+        told = f"prompt and continuation have more tokens than the {capacity(info)} that are held"
+        raise RequestError(name, told, "context_length_exceeded")
+
+
 def check_request(request: Request, info: EngineInfo, limits: Limits) -> None:
     """Raise RequestError naming the first field that is wrong."""
     vocab = info.vocab_size
@@ -86,6 +107,7 @@ def check_request(request: Request, info: EngineInfo, limits: Limits) -> None:
     _whole("n", request.n, 1, limits.max_choices)
     _whole("logprobs", request.logprobs, 0, limits.max_top_logprobs)
     _whole("prompt_logprobs", request.prompt_logprobs, 0, limits.max_top_logprobs)
+    _continuations(request, info, limits)
     _number("temperature", sampling.temperature, 0.0, 100.0)
     _whole("top_k", sampling.top_k, 0, 2**31 - 1)
     _number("top_p", sampling.top_p, 0.0, 1.0, open_low=True)

@@ -17,6 +17,7 @@ from spec_serve.cache.tree import TokenTree
 from spec_serve.draft.base import Drafter, Plan, Source
 from spec_serve.draft.budget import Calibration, Chooser, CostCurve, best_count
 from spec_serve.draft.mix import Candidates, is_ordered
+from spec_serve.spec.continuations import tree_of
 from spec_serve.spec.request import Mode
 from spec_serve.spec.row import Row
 from spec_serve.spec.step import DraftRow, Job, Result
@@ -207,6 +208,8 @@ class Builder:
             if not final:
                 continue
             emitting += 1
+            if row.request.continuations:
+                continue  # the tree of this step is theirs
             if not self._speculates(row):
                 continue  # a drafter with taps has grown a tree for it all the same
             if row.sources is None and row.device_tree is None and row.walk is None:
@@ -294,6 +297,11 @@ class Builder:
                 depths = part.candidates.depths
                 job.depth = max(job.depth, max(depths[i] for i in part.keep))
                 row.candidates = part.candidates
+            elif part.final and row.request.continuations:
+                tree, chains = tree_of(given, row.request.continuations)
+                job.depth = max(job.depth, *map(len, chains))
+                job.continued.append((len(twigs), chains))
+                row.source_of = ()
             else:
                 tree = TokenTree(given, range(-1, count - 1), count)
                 row.source_of = ()
@@ -399,7 +407,7 @@ class Builder:
 
     def observe(self, job: Job, result: Result) -> None:
         """Correct the cost curves by what the step took (decoding steps only)."""
-        if job.score_rows or job.prompt_rows:
+        if job.score_rows or job.prompt_rows or job.continued:
             return
         nodes = given = 0
         for twig in job.twigs:

@@ -357,7 +357,7 @@ class Engine:
         tokens = tree.tokens
         given = tree.given
         goes_on = job.next_tokens[b] >= 0
-        if not row.scored:
+        if not row.scored or row.request.continuations:
             self._prompt_scores(row, result.prompt.get(b), not goes_on)
         if goes_on:  # a prompt chunk: nothing was chosen
             self.builder.commit(row, twig, [], job, b)

@@ -173,6 +173,9 @@ class Request:
     deadline: float | None = None
     sink: Callable[[Event], None] | None = None
     trace: str | None = None
+    # Texts that may follow the prompt, to be scored as one tree with the first token (max_tokens
+    # 1); told as PromptScored: their tokens' log-probabilities one after the other.
+    continuations: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
     compiled: Compiled | None = None
 
@@ -241,7 +244,7 @@ class Started:
 
 @dataclass(slots=True)
 class PromptScored:
-    """Log-probabilities of the prompt's tokens 1.. (token 0 has none)."""
+    """Log-probabilities of the prompt's tokens 1.. (token 0 has none), or of continuations."""
 
     request: Request
     index: int

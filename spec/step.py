@@ -47,6 +47,7 @@ class Job:
     next_tokens[b]: that token where it is known (prompt goes on), else -1. depth: longest guess
     chain. replays: batch nodes whose table entry must stay. score_rows: (batch row, top) of rows
     that want log-probabilities; prompt: of rows whose given nodes are scored too.
+    continued: (batch row, chains of its nodes) to be scored from the last given node on.
     """
 
     twigs: list[Twig]
@@ -57,6 +58,7 @@ class Job:
     replays: list[int] = field(default_factory=list)
     score_rows: list[tuple[int, int]] = field(default_factory=list)
     prompt_rows: list[tuple[int, int]] = field(default_factory=list)
+    continued: list[tuple[int, list[list[int]]]] = field(default_factory=list)
     drafting: list[DraftRow] = field(default_factory=list)
     plan: Plan = Plan(0, 0, 0)
 
@@ -138,6 +140,8 @@ class TorchDevice:
             self._score(job, batch, logits, result)
         if job.prompt_rows:
             self._score_prompt(job, batch, logits, result)
+        if job.continued:
+            self._score_continued(job, batch, logits, result)
         result.verify_us = int((verified - begun) * 1e6)
         result.draft_us = int((drafted - verified) * 1e6)
         return result
@@ -301,6 +305,18 @@ class TorchDevice:
                 tokens.append(job.next_tokens[b])
             at = [logit_of[node_ptr[b] + node] for node in range(len(tokens))]
             result.prompt[b] = _scored(logits, at, tokens, top)
+
+    def _score_continued(
+        self, job: Job, batch: TreeBatch, logits: Tensor, result: Result
+    ) -> None:
+        """Log-probabilities of each chain's tokens, one chain after the other."""
+        logit_of, node_ptr = batch.logit_of.tolist(), batch.node_ptr.tolist()
+        for b, chains in job.continued:
+            tree = job.twigs[b].tree
+            nodes = [node for chain in chains for node in chain]
+            tokens = [tree.tokens[node] for node in nodes]
+            at = [logit_of[node_ptr[b] + tree.parents[node]] for node in nodes]
+            result.prompt[b] = _scored(logits, at, tokens, 0)
 
 
 def _scored(logits: Tensor, at: list[int], tokens: list[int], top: int) -> Scored:
