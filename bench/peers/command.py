@@ -31,7 +31,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="spec-serve bench peers", description=SAID)
     parser.add_argument("--target", default="smollm2-135m-instruct", help="a GGUF file")
-    parser.add_argument("--draft", default="", help="a small model for modes that draft with one")
+    parser.add_argument("--draft", default="", help="a small model for peers' modes with one")
+    parser.add_argument("--own-draft", default="lookup", help="spec-serve's own --draft")
     parser.add_argument("--engines", nargs="+", default=[], metavar="NAME[/MODE]")
     parser.add_argument("--venv", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--install", metavar="NAME", help="make an engine's environment, and end")
@@ -90,7 +91,7 @@ def compared(args: argparse.Namespace, venvs: dict[str, str]) -> dict[str, Any]:
     )
     options = {
         "model": str(target), "draft": str(resolve(args.draft)) if args.draft else "",
-        "threads": args.threads or cores(), "context": args.context,
+        "own_draft": args.own_draft, "threads": args.threads or cores(), "context": args.context,
         "eos": sorted(tokenizer.eos_ids),
     }  # fmt: skip
     before = machine()
@@ -101,7 +102,7 @@ def compared(args: argparse.Namespace, venvs: dict[str, str]) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "bench": "peers", "made": made, "machine": before, "target": _short(args.target),
-        "draft": _short(args.draft),
+        "draft": _short(args.draft), "own_draft": args.own_draft,
         "options": {"max_tokens": args.max_tokens, "repeats": args.repeats,
                     "threads": options["threads"], "context": args.context},
         **found,

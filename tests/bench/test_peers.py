@@ -235,8 +235,8 @@ def test_spec_serve_and_transformers_say_the_same(tmp_path: Path) -> None:
     """Both runners for real, on a tiny checkpoint in float32."""
     tiny.write_tiny_model_dir(tmp_path / "model")
     ids = [40 + i % 9 for i in range(40)]
-    options = {"model": str(tmp_path / "model"), "draft": "", "threads": 1, "context": 128,
-               "eos": [0], "dtype": "float32"}  # fmt: skip
+    options = {"model": str(tmp_path / "model"), "draft": "", "own_draft": "lookup",
+               "threads": 1, "context": 128, "eos": [0], "dtype": "float32"}  # fmt: skip
     python = Path(sys.executable)
     chosen = [
         Chosen(engines.OWN, engines.OWN.modes, python),

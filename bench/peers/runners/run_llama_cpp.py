@@ -1,7 +1,7 @@
 """llama.cpp through its server: one server process per mode, started when first asked for.
 
 Modes: plain; draft (a draft model); lookup (n-grams of the text so far); lookup-mod (n-grams kept
-by hash, which outlive an answer). Needs `llama-server`, in this Python's environment or on the
+by hash, which outlive an answer); lookup-cache (statistics of n-grams). Needs `llama-server`, in this Python's environment or on the
 PATH; prompts are sent as token ids, nothing is cached from one prompt to the next.
 """
 
@@ -22,9 +22,10 @@ from typing import Any
 
 FLAGS: dict[str, list[str]] = {
     "plain": [],
-    "draft": [],  # the draft model itself
+    "draft": ["--spec-type", "draft-simple"],
     "lookup": ["--spec-type", "ngram-simple"],
     "lookup-mod": ["--spec-type", "ngram-mod"],
+    "lookup-cache": ["--spec-type", "ngram-cache"],
 }
 START_S = 300.0
 
@@ -118,6 +119,9 @@ def load(
         mode = question["mode"]
         if mode not in servers:
             servers[mode] = Server(program, options, mode)
-        return servers[mode].ask(question["ids"], question["max_tokens"])
+        answer = servers[mode].ask(question["ids"], question["max_tokens"])
+        if mode == "draft" and "draft_n" not in answer["timings"]:
+            raise RuntimeError("llama-server did not draft; its options may have changed")
+        return answer
 
     return ask, {"version": version.removeprefix("version: "), "python": sys.version.split()[0]}

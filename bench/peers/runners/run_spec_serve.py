@@ -25,7 +25,7 @@ def load(
     engine, tokenizer = build_engine(
         EngineOptions(
             target=options["model"], max_rows=1, max_context=options["context"],
-            draft=f"lookup+{options['draft']}" if options["draft"] else "lookup",
+            draft=options["own_draft"],
         )
     )  # fmt: skip
     numbers = count()
