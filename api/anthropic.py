@@ -18,7 +18,8 @@ from spec_serve.api.calls import Call, HttpError, Route
 from spec_serve.api.generation import Numbered, failure
 from spec_serve.api.openai_run import Run
 from spec_serve.api.service import Service
-from spec_serve.api.tool_calls import Piece, TextPiece, ToolParser, parser_for
+from spec_serve.api.tool_calls import Piece, TextPiece, ToolParser
+from spec_serve.api.tool_constraint import reader
 from spec_serve.spec.request import RequestError
 
 PATH = "/v1/messages"
@@ -90,7 +91,7 @@ class _Answer:
     def __init__(self, service: Service, run: Run, request: w.Request, wire: m.Generate) -> None:
         self._id = run.id
         self._model = wire.model or service.model
-        self._parser: ToolParser | None = parser_for(service.tokenizer.chat_template, wire.tools)
+        self._parser: ToolParser | None = reader(wire, service.tokenizer.chat_template)
         choice = request.tool_choice
         self._single = choice is not None and choice.disable_parallel_tool_use is True
         self._index = -1  # of the open block

@@ -14,7 +14,6 @@ from spec_serve.api import messages as m
 from spec_serve.api.calls import HttpError
 
 _BREAK = "\n"  # between blocks of text, and between turns of one role
-_ENFORCED = "needs structured output, which this server does not have yet"
 # Code -> Anthropic's type, and the status where it differs from ours.
 _KINDS: dict[str, tuple[str, int | None]] = {
     "unauthorized": ("authentication_error", None),
@@ -124,11 +123,20 @@ def _conversation(request: w.Counted) -> dict[str, Any]:
     if turns.made[-1]["role"] not in ("user", "tool"):
         raise refused("messages", "the last must be the user's: begun answers are not continued")
     values: dict[str, Any] = {"model": request.model, "messages": turns.made}
-    choice = request.tool_choice.type if request.tool_choice is not None else "auto"
-    if choice in ("any", "tool"):
-        raise refused("tool_choice", f"{choice} {_ENFORCED}")
-    if choice == "auto" and request.tools:
-        values["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
+    choice = request.tool_choice
+    kind = choice.type if choice is not None else "auto"
+    if kind in ("any", "tool") and not request.tools:
+        raise refused("tool_choice", "needs tools")
+    if kind != "none" and request.tools:
+        values["tools"] = [_tool(tool) for tool in request.tools]
+    if choice is not None:
+        values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if kind == "any":
+            values["tool_choice"] = "required"
+        elif kind == "tool":
+            if choice.name is None or all(choice.name != tool.name for tool in request.tools or ()):
+                raise refused("tool_choice", "must name one of the tools")
+            values["tool_choice"] = {"name": choice.name}
     return values
 
 
@@ -179,11 +187,11 @@ def _read(turns: _Turns, field: str, turn: w.Turn) -> None:
             turns.made.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})
 
 
-def _tool(i: int, tool: w.Tool) -> dict[str, Any]:
-    if tool.strict:
-        raise refused(f"tools[{i}].strict", _ENFORCED)
+def _tool(tool: w.Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
     function["parameters"] = tool.input_schema
+    if tool.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}

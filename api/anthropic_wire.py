@@ -73,7 +73,7 @@ class Tool(m.Part):
 
 
 class ToolChoice(m.Part):
-    """any and tool would have to be enforced."""
+    """any: one of the tools must be called; tool: this one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

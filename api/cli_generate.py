@@ -18,9 +18,11 @@ from spec_serve.api.cli import INTERRUPTED
 from spec_serve.api.cli_engine import open_engine
 from spec_serve.api.cli_flags import Parser, add_settings, fail, read_settings, say
 from spec_serve.api.cli_prompt import (
+    add_constraint,
     add_sampling,
     completion_json,
     make_wire,
+    read_constraint,
     read_prompt,
 )
 from spec_serve.api.messages import BadMessage
@@ -53,6 +55,7 @@ def parser() -> Parser:
         "--messages-file", metavar="FILE", help="answer a chat: a JSON list of {role, content}"
     )
     add_sampling(made, MAX_TOKENS)
+    add_constraint(made)
     section = made.add_argument_group("result")
     section.add_argument(
         "--json", action="store_true", help="print one JSON object with ids, text, usage, timings"
@@ -74,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = read_settings(given)
         settings.engine_fields()
-        wire = make_wire(read_prompt(given), given, settings["speculation"])
+        asked = {**read_prompt(given), "constraint": read_constraint(given)}
+        wire = make_wire(asked, given, settings["speculation"])
         engine, tokenizer = open_engine(settings)
         from spec_serve.api.convert import to_request
 
@@ -176,4 +180,8 @@ def summary(done: Completion) -> str:
     if drafted:
         accepted = sum(step.accepted for step in done.steps)
         parts.append(f"{accepted} of {drafted} guesses accepted")
+    if done.constraint is not None and not done.constraint.complete:
+        parts.append("cut short of what the text has to look like")
+    if done.constraint is not None and done.constraint.ignored:
+        parts.append(f"not enforced: {', '.join(done.constraint.ignored)}")
     return ", ".join(parts)

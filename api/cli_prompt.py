@@ -43,6 +43,44 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> Non
     section.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
 
 
+def add_constraint(parser: argparse.ArgumentParser) -> None:
+    """Flags for what the text has to look like, of which one may be given."""
+    section = parser.add_argument_group("structured output (one of)")
+    one = section.add_mutually_exclusive_group()
+    one.add_argument("--regex", metavar="PATTERN", help="the whole text matches it")
+    one.add_argument("--json-schema", metavar="FILE", help="JSON that is valid under this schema")
+    one.add_argument("--json-object", action="store_true", help="any JSON object")
+    one.add_argument(
+        "--choices", nargs="+", metavar="TEXT", help="one of these texts, nothing else"
+    )
+    one.add_argument("--grammar", metavar="NAME", help="a grammar that comes along, as sql_select")
+    one.add_argument("--lark", metavar="FILE", help="a grammar in llguidance's Lark")
+    section.add_argument(
+        "--lenient", action="store_true",
+        help="with --json-schema: ignore, and name, keywords that can't be enforced",
+    )  # fmt: skip
+
+
+def read_constraint(given: argparse.Namespace) -> dict[str, Any] | None:
+    """The constraint that the flags name, as a `Generate` has it. SettingError for a bad file."""
+    if given.lenient and given.json_schema is None:
+        raise SettingError("lenient: only with --json-schema")
+    if given.regex is not None:
+        return {"kind": "regex", "source": given.regex}
+    if given.json_schema is not None:
+        source = read_text(given.json_schema, "json-schema")
+        return {"kind": "json_schema", "source": source, "strict": not given.lenient}
+    if given.json_object:
+        return {"kind": "json_object"}
+    if given.choices is not None:
+        return {"kind": "choices", "source": json.dumps(given.choices)}
+    if given.grammar is not None:
+        return {"kind": "name", "source": given.grammar}
+    if given.lark is not None:
+        return {"kind": "lark", "source": read_text(given.lark, "lark")}
+    return None
+
+
 def read_messages(path: str) -> list[dict[str, Any]]:
     """A JSON list of {role, content} from a file, "-" = standard input. SettingError if it isn't
     one."""
@@ -140,6 +178,14 @@ def completion_json(done: Completion, text: str, tokenizer: Tokenizer) -> dict[s
             "steps": [step_json(step) for step in done.steps],
         },
     }
+    if done.constraint is not None:
+        told = done.constraint
+        held["constraint"] = {
+            "complete": told.complete,
+            "ignored": list(told.ignored),
+            "schema_valid": told.schema_valid,
+            "forced": told.forced,
+        }
     if done.logprobs is not None:
         held["logprobs"] = [
             {

@@ -18,15 +18,25 @@ from typing import Any, Protocol
 from spec_serve.api.auth import LOCAL, Principal
 from spec_serve.api.messages import Generate
 from spec_serve.api.text import StopStrings, StopWatch, TextStream, TokenTable
+from spec_serve.api.tool_constraint import enforced_calls
 from spec_serve.api.tool_formats import format_of
 from spec_serve.api.turns import check_tools, prefers_text, takes_tools, told_in_text, turns
-from spec_serve.spec.request import Request, RequestError, Sampling, Speculation, Stopping
+from spec_serve.spec.request import (
+    Constraint,
+    Request,
+    RequestError,
+    Sampling,
+    Speculation,
+    Stopping,
+)
 
 
 class TextTokens(TokenTable, Protocol):
     """The part of a tokenizer needed here; target/tokenizer.py has it."""
 
+    vocab_size: int
     eos_ids: frozenset[int]
+    unused_ids: frozenset[int]
     chat_template: str | None
 
     def encode(self, text: str, *, special: bool = ..., bos: bool | None = ...) -> list[int]: ...
@@ -171,8 +181,35 @@ def to_request(
         salt=wire.cache_salt,
         priority=wire.priority,
         deadline=deadline,
+        constraint=_constraint(wire, tokenizer),
     )
     return Prepared(wire, request, tokenizer, stops, shown)
+
+
+def _constraint(wire: Generate, tokenizer: TextTokens) -> Constraint | None:
+    """What the text has to look like: as asked, or so that calls of tools are as asked."""
+    calls = enforced_calls(wire, tokenizer)
+    asked = wire.constraint
+    if asked is None:
+        return calls
+    if calls is not None:
+        raise RequestError("constraint", "does not go with calls of tools that are enforced")
+    for name, text in (("source", asked.source), ("after", asked.after), *(
+        (f"banned[{i}]", banned) for i, banned in enumerate(asked.banned)
+    )):
+        _no_halves(f"constraint.{name}", text)
+    return Constraint(
+        kind=asked.kind,
+        source=asked.source,
+        whitespace=asked.whitespace,
+        strict=asked.strict,
+        max_chars=asked.max_chars,
+        min_chars=asked.min_chars,
+        max_words=asked.max_words,
+        max_sentences=asked.max_sentences,
+        banned=tuple(asked.banned),
+        after=asked.after,
+    )
 
 
 def tool_markers(tokenizer: TextTokens) -> frozenset[int]:
@@ -186,11 +223,15 @@ def tool_markers(tokenizer: TextTokens) -> frozenset[int]:
 
 
 def _encode(name: str, tokenizer: TextTokens, text: str, bos: bool | None = None) -> list[int]:
+    _no_halves(name, text)  # asked here, as tokenizers each raise something else
+    return tokenizer.encode(text, bos=bos)
+
+
+def _no_halves(name: str, text: str) -> None:
     try:
-        text.encode()  # asked here, as tokenizers each raise something else
+        text.encode()
     except UnicodeEncodeError:
         raise RequestError(name, "holds half a surrogate pair, which no encoding has") from None
-    return tokenizer.encode(text, bos=bos)
 
 
 def _prompt(wire: Generate, tokenizer: TextTokens) -> list[int]:
@@ -216,7 +257,8 @@ def _prompt(wire: Generate, tokenizer: TextTokens) -> list[int]:
 
 def _rendered(wire: Generate, tokenizer: TextTokens, template: str) -> list[int]:
     """Ids of a conversation."""
-    messages, tools = wire.messages or [], wire.tools or None
+    messages = wire.messages or []
+    tools = [_shown_tool(tool) for tool in wire.tools or ()] or None
     uses = bool(tools) or any(turn.role == "tool" or turn.tool_calls for turn in messages)
     in_text = uses and not takes_tools(template)
     # A template takes arguments in one form and stumbles over the other; most take both.
@@ -242,6 +284,12 @@ def _rendered(wire: Generate, tokenizer: TextTokens, template: str) -> list[int]
             told = f"the chat template can't render these: {said[:200]}"
             raise RequestError("messages", told) from error
     raise AssertionError("one form at least is tried")
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as the model sees it: that it is strict is for us."""
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {**tool, "function": function}
 
 
 def _sampling(wire: Generate, tokenizer: TextTokens, defaults: SamplingDefaults) -> Sampling:
@@ -286,6 +334,8 @@ _NESTED = {
 
 def wire_field(wire: Generate, field: str) -> str:
     """The engine's name of a field as the client wrote it: temperature -> sampling.temperature."""
+    if field == "constraint" and wire.constraint is None:
+        return "tools"
     if field == "prompt":
         return next(
             (name for name in ("messages", "token_ids") if getattr(wire, name) is not None), field

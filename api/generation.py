@@ -14,6 +14,7 @@ from typing import Any, get_args
 from spec_serve.api import messages as m
 from spec_serve.api.convert import Prepared, wire_field
 from spec_serve.spec.request import (
+    Constrained,
     Delta,
     Event,
     Finished,
@@ -267,6 +268,7 @@ class Generation:
                     timings.queue_ms, timings.prefill_ms, timings.ttft_ms, timings.decode_ms
                 ),
                 speculation=self._tallies[index].summary() if self._detail != "none" else None,
+                constraint=constrained(event.constraint),
                 last=not self._left,
             )
         )  # fmt: skip
@@ -288,6 +290,13 @@ class Generation:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else FLOOR
+
+
+def constrained(told: Constrained | None) -> m.Constrained | None:
+    """What became of a constraint, as it is told."""
+    if told is None:
+        return None
+    return m.Constrained(told.complete, list(told.ignored), told.schema_valid, told.forced)
 
 
 class Tally:

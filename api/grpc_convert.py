@@ -36,6 +36,7 @@ STATUS: dict[str, grpc.StatusCode] = {
 }
 _DETAIL = {0: "steps", 1: "tokens", 2: "summary", 3: "none"}
 _MODE = {0: "auto", 1: "off", 2: "max"}
+_WHITESPACE = {0: "bounded", 1: "compact", 2: "any"}
 _REASON = {
     "stop": pb.Finished.STOP,
     "length": pb.Finished.LENGTH,
@@ -45,6 +46,7 @@ _FIELDS = {
     "messages": "chat.messages",
     "token_ids": "token_ids.ids",
     "tools": "chat.tools_json",
+    "tool_choice": "chat.tool_name",
     "max_tokens": "stop.max_tokens",
     "min_tokens": "stop.min_tokens",
     "stop": "stop.strings",
@@ -83,7 +85,38 @@ def _chat(chat: pb.Chat) -> dict[str, Any]:
     values: dict[str, Any] = {"messages": made}
     if chat.tools_json:
         values["tools"] = _json_list("tools", chat.tools_json)
+    kind = chat.WhichOneof("tool_choice")
+    if kind == "tool_name":
+        values["tool_choice"] = {"name": chat.tool_name}
+    elif kind and chat.tool_required:
+        values["tool_choice"] = "required"
+    if chat.single_tool_call:
+        values["parallel_tool_calls"] = False
     return values
+
+
+def _constraint(asked: pb.Constraint) -> dict[str, Any]:
+    kind = asked.WhichOneof("kind")
+    if kind is None:
+        raise m.BadMessage("constraint", "constraint: one of its kinds is needed")
+    made: dict[str, Any] = {
+        "kind": kind,
+        "whitespace": _WHITESPACE.get(asked.whitespace, f"unknown ({asked.whitespace})"),
+        "strict": not asked.lenient,
+        "min_chars": asked.min_chars,
+        "banned": list(asked.banned),
+        "after": asked.after,
+    }
+    if kind == "choices":
+        made["source"] = msgspec.json.encode(list(asked.choices.texts)).decode()
+    elif kind not in ("text", "json_object"):
+        made["source"] = getattr(asked, kind)
+    elif not getattr(asked, kind):
+        raise m.BadMessage(f"constraint.{kind}", f"constraint.{kind}: is true or absent")
+    for name in ("max_chars", "max_words", "max_sentences"):
+        if asked.HasField(name):
+            made[name] = getattr(asked, name)
+    return made
 
 
 def inputs(request: pb.GenerateRequest | pb.TokenizeRequest) -> dict[str, Any]:
@@ -151,6 +184,8 @@ def generate(request: pb.GenerateRequest, gen: str = "call", **more: Any) -> m.G
     }
     if stop.HasField("max_tokens"):
         values["max_tokens"] = stop.max_tokens
+    if request.HasField("constraint"):
+        values["constraint"] = _constraint(request.constraint)
     for name in ("logprobs", "prompt_logprobs", "skip_special_tokens"):
         if output.HasField(name):
             values[name] = getattr(output, name)
@@ -272,6 +307,8 @@ def _finished(message: m.Finished) -> pb.Finished:
         made.stop_token_id = message.matched
     if summary is not None:
         made.speculation.CopyFrom(pb.SpecSummary(**msgspec.structs.asdict(summary)))
+    if message.constraint is not None:
+        made.constraint.CopyFrom(pb.Constrained(**msgspec.structs.asdict(message.constraint)))
     return made
 
 

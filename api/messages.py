@@ -13,18 +13,25 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
+from spec_serve.api.parts import INT64 as _INT64
+from spec_serve.api.parts import MAX_STOP_CHARS as MAX_STOP_CHARS
+from spec_serve.api.parts import Constrained as Constrained
+from spec_serve.api.parts import Constraint as Constraint
+from spec_serve.api.parts import NamedTool as NamedTool
+from spec_serve.api.parts import Part as Part
+from spec_serve.api.parts import Sampling as Sampling
+from spec_serve.api.parts import Speculation as Speculation
+from spec_serve.api.parts import StopString as StopString
+
 JSON = "specserve.v1.json"
 MSGPACK = "specserve.v1.msgpack"
 SUBPROTOCOLS = (MSGPACK, JSON)
 
-MAX_STOPS, MAX_STOP_CHARS, MAX_BAD_WORDS, MAX_IDS = 16, 256, 64, 1024
+MAX_STOPS, MAX_BAD_WORDS, MAX_IDS = 16, 64, 1024
 MAX_NAMED = 120  # characters of a wrong field's name that are told
-_INT64 = 2**63 - 1
 
 Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
 Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Reason = Literal["stop", "length", "cancelled"]
 Code = Literal[
     "invalid_request", "context_length_exceeded", "model_not_found", "overloaded", "draining",
@@ -33,39 +40,8 @@ Code = Literal[
 ]  # fmt: skip
 
 
-class Part(Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A part of a message; unknown fields are refused, not ignored."""
-
-
 class Message(Part, tag_field="type"):
     """A whole message; `type` says which."""
-
-
-class Sampling(Part):
-    """Every field optional: absent = the model's generation_config, then greedy."""
-
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=_INT64)] | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] = 1
-    # Keys are token ids; JSON knows only strings as keys.
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
-    ) = None
-
-
-class Speculation(Part):
-    """The request's say in speculation: see docs; `prediction` is the text the client expects."""
-
-    mode: Literal["auto", "off", "max"] = "auto"
-    max_nodes: Annotated[int, Meta(ge=0, le=1024)] | None = None
-    sources: Annotated[list[str], Meta(max_length=16)] | None = None
-    prediction: Annotated[str, Meta(max_length=1_000_000)] | None = None
 
 
 class ChatMessage(Part):
@@ -79,7 +55,11 @@ class ChatMessage(Part):
 
 
 class Generate(Message, tag="generate"):
-    """Start a generation; exactly one of prompt, token_ids, messages. gen: the client's own id."""
+    """Start a generation; exactly one of prompt, token_ids, messages. gen: the client's own id.
+
+    tool_choice: whether, or which, tool must be called; one call only without parallel_tool_calls.
+    Such calls, and those of strict tools, are enforced like a constraint.
+    """
 
     gen: Id
     model: str = ""
@@ -87,6 +67,9 @@ class Generate(Message, tag="generate"):
     token_ids: list[Token] | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    constraint: Constraint | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: Annotated[int, Meta(ge=1, le=_INT64)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_INT64)] = 0
@@ -293,6 +276,7 @@ class Finished(Message, kw_only=True, tag="finished"):
     usage: Usage
     timings: Timings
     speculation: Summary | None = None
+    constraint: Constrained | None = None
     last: bool = True
 
 

@@ -16,12 +16,14 @@ from spec_serve.api import openai_logprobs as scores
 from spec_serve.api import openai_wire as w
 from spec_serve.api.calls import Call, Route
 from spec_serve.api.generation import Numbered
+from spec_serve.api.openai_constraint import told
 from spec_serve.api.openai_convert import Asked, chat
 from spec_serve.api.openai_run import Run
 from spec_serve.api.openai_stream import head, matched, reason, send
 from spec_serve.api.openai_usage import Clock, Totals
 from spec_serve.api.service import Service
-from spec_serve.api.tool_calls import Piece, TextPiece, ToolParser, parser_for
+from spec_serve.api.tool_calls import Piece, TextPiece, ToolParser
+from spec_serve.api.tool_constraint import reader
 
 PATH = "/v1/chat/completions"
 
@@ -100,10 +102,9 @@ class _Answer:
         self._bytes = service.tokenizer.token_bytes
         self._prompt = run.prepared[0].request.prompt
         (self._wire,) = asked.wires
-        tools = self._wire.tools
         template = service.tokenizer.chat_template
         self._choices = [
-            _Choice(parser_for(template, tools), asked.parallel) for _ in range(asked.n)
+            _Choice(reader(self._wire, template), asked.parallel) for _ in range(asked.n)
         ]
         self._totals = Totals()
         self._left = asked.n
@@ -179,6 +180,7 @@ class _Answer:
                 delta,
                 reason(finished, choice.called),
                 stop_reason=matched(finished, self._wire),
+                constraint=told(finished),
             )
         )
         if not self._left and not self._asked.usage_chunk:
@@ -247,6 +249,7 @@ class _Answer:
             logprobs,
             matched(finished, self._wire),
             ids,
+            told(finished),
         )
 
 

@@ -14,6 +14,7 @@ from spec_serve.api import messages as m
 from spec_serve.api import openai_wire as w
 from spec_serve.api.calls import Call, Route
 from spec_serve.api.generation import Numbered
+from spec_serve.api.openai_constraint import told
 from spec_serve.api.openai_convert import Asked, completions
 from spec_serve.api.openai_logprobs import TextScores, joined
 from spec_serve.api.openai_logprobs import prompt as prompt_scores
@@ -103,6 +104,7 @@ class _Answer:
             made.finish_reason = "length" if self._asked.nothing else reason(message)
             wire = self._asked.wires[int(message.gen)]
             made.stop_reason = None if self._asked.nothing else matched(message, wire)
+            made.constraint = told(message)
             yield made
 
     def _index(self, message: m.Delta | m.Finished) -> int:
@@ -182,6 +184,7 @@ class _Answer:
             pieces[-1].finish_reason,
             joined(scored) if self._asked.logprobs else None,
             pieces[-1].stop_reason,
+            constraint=pieces[-1].constraint,
         )
         if self._asked.token_ids:
             ids = [piece.token_ids for piece in pieces if piece.token_ids is not UNSET]

@@ -15,6 +15,7 @@ import msgspec
 from spec_serve.api import messages as m
 from spec_serve.api import openai_wire as w
 from spec_serve.api.calls import HttpError
+from spec_serve.api.openai_constraint import constraint
 
 _SAMPLING = tuple(name for name in m.Sampling.__struct_fields__ if name not in ("n", "seed"))
 _SAME = (
@@ -24,8 +25,8 @@ _SAME = (
 _SEED_BITS = 2**63 - 1
 # Names on our own wire -> names here, where a request did not say otherwise.
 _NAMES = {"token_ids": "prompt", "speculation.prediction": "prediction"}
-_ENFORCED = "needs structured output, which this server does not have yet"
-ToolUse = Literal["none", "auto"]
+ToolUse = Literal["none", "auto", "required"] | dict[str, str]
+_USES: tuple[Literal["none", "auto", "required"], ...] = ("none", "auto", "required")
 
 
 def refused(field: str, message: str) -> HttpError:
@@ -65,6 +66,10 @@ class Asked:
 def _renamed(field: str, said: str, names: Mapping[str, str]) -> tuple[str, str]:
     """A field as the client calls it, and what was said about it."""
     head, bracket, rest = field.partition("[")
+    if head.startswith("constraint") and "constraint" in names:
+        # Only our own form has parts of these names.
+        named = field if names["constraint"] == "constraint" else names["constraint"]
+        return named, named + said.removeprefix(field) if said.startswith(field) else said
     named = names.get(head) or _NAMES.get(head) or head.removeprefix("sampling.")
     named += bracket + rest
     return named, named + said.removeprefix(field) if said.startswith(field) else said
@@ -95,6 +100,8 @@ def _shared(asked: w.Request, names: dict[str, str]) -> dict[str, Any]:
         if asked.stream:
             raise refused("prompt_logprobs", "only without stream")
         values["prompt_logprobs"] = asked.prompt_logprobs
+    if (form := constraint(asked, names)) is not None:
+        values["constraint"] = form
     options = asked.stream_options
     if options is not None and not asked.stream:
         raise refused("stream_options", "only with stream")
@@ -158,13 +165,12 @@ def chat(request: w.ChatRequest) -> Asked:
     if limit is not None or newer is not None:
         values["max_tokens"] = limit if limit is not None else newer
     _predict(values, request.prediction, request.n or 1, names)
-    form = request.response_format
-    if form is not None and form != {"type": "text"}:
-        raise refused("response_format", f"other than {{type: text}} {_ENFORCED}")
     values["messages"] = [_message(i, turn) for i, turn in enumerate(request.messages)]
     use = _tool_use(request)
     if use != "none":
         values["tools"] = [_tool(tool) for tool in request.tools or ()]
+        values["tool_choice"] = use
+        values["parallel_tool_calls"] = request.parallel_tool_calls is not False
     return _asked(
         request,
         [_generate(values, 0, names)],
@@ -208,11 +214,13 @@ def _tool(tool: w.Tool) -> dict[str, Any]:
         function["description"] = tool.function.description
     if tool.function.parameters is not None:
         function["parameters"] = tool.function.parameters
+    if tool.function.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 
 def _tool_use(request: w.ChatRequest) -> ToolUse:
-    """Whether the model may call tools; it can't be made to yet."""
+    """Whether the model may, or must, call tools; or the one it must call."""
     choice = request.tool_choice
     if not request.tools:
         if choice not in (None, "none", "auto"):
@@ -221,16 +229,18 @@ def _tool_use(request: w.ChatRequest) -> ToolUse:
     names = [tool.function.name for tool in request.tools]
     if len(set(names)) < len(names):
         raise refused("tools", "two have the same name")
-    for i, tool in enumerate(request.tools):
-        if tool.function.strict:
-            raise refused(f"tools[{i}].function.strict", _ENFORCED)
-    if choice is None or choice == "auto":
+    if choice is None:
         return "auto"
-    if choice == "none":
-        return "none"
-    if choice == "required" or isinstance(choice, dict):
-        raise refused("tool_choice", f"other than none and auto {_ENFORCED}")
-    raise refused("tool_choice", "must be none or auto")
+    for known in _USES:
+        if choice == known:
+            return known
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        named = choice.get("function")
+        if isinstance(named, dict) and isinstance(named.get("name"), str):
+            if named["name"] not in names:
+                raise refused("tool_choice", f"no tool is named {named['name'][:64]!r}")
+            return {"name": named["name"]}
+    raise refused("tool_choice", "must be none, auto, required or a function's name")
 
 
 def completions(request: w.CompletionRequest) -> Asked:

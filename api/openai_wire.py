@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from spec_serve.api import messages as m
+from spec_serve.api.openai_forms import Constrained, ResponseFormat, StructuredOutputs
 
 _INT64 = 2**63 - 1
 MAX_TOOLS, MAX_PROMPTS = 128, 128
@@ -64,6 +65,13 @@ class Request(Ignored, kw_only=True):
     prompt_logprobs: Top | None = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    constraint: m.Constraint | None = None
 
 
 class Function(m.Part):
@@ -145,7 +153,6 @@ class ChatRequest(Request, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
 
 
@@ -319,6 +326,7 @@ class ChatChoice(Answer):
     logprobs: ChatLogprobs | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    constraint: Constrained | None = None
 
 
 class ChunkChoice(Answer):
@@ -330,6 +338,7 @@ class ChunkChoice(Answer):
     logprobs: ChatLogprobs | None | UnsetType = UNSET
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    constraint: Constrained | None = None
 
 
 class TextChoice(Answer):
@@ -343,6 +352,7 @@ class TextChoice(Answer):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    constraint: Constrained | None = None
 
 
 class Head(Answer, kw_only=True):

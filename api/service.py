@@ -26,6 +26,7 @@ from spec_serve.api.generation import Generation, Outbox
 from spec_serve.api.limits import CHARS_PER_TOKEN, Admission, Bounds
 from spec_serve.api.link import EngineLink
 from spec_serve.api.session_shelf import Shelf
+from spec_serve.spec.compiler import compile_for, compiler_of
 from spec_serve.spec.request import RequestError
 
 T = TypeVar("T")
@@ -113,9 +114,11 @@ class Service:
             )
             # `submit` checks again, but what is far too long is refused here, beside the loop.
             self.link.validate(made.request)
+            # Here too where the engine is in another process, whose reader must not wait for it.
+            compile_for(made.request, compiler_of(self.tokenizer))
             return made
 
-        if wire.messages is None and size <= INLINE_CHARS:
+        if wire.messages is None and size <= INLINE_CHARS and wire.constraint is None:
             return work()
         return await self.aside(work)
 

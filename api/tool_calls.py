@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_serve.api.text import StopStrings
-from spec_serve.api.tool_formats import Format, format_of
+from spec_serve.api.tool_formats import TAGGED, Format, format_of
 from spec_serve.api.tool_grammars import Grammar
 from spec_serve.api.tool_json import SPACE, Malformed, Scan
 
@@ -243,12 +243,13 @@ def parser_for(
     chat_template: str | None,
     tools: Sequence[Mapping[str, Any]] | None,
     tool_choice: str | Mapping[str, Any] | None = "auto",
+    only_tagged: bool = False,
 ) -> ToolParser | None:
     """The parser for one choice of a request; None where no calls are wanted.
 
     tools: OpenAI's, {"type": "function", "function": {"name", "parameters"}}. tool_choice: "none",
     "auto", "required" or {"type": "function", "function": {"name"}}, which lets only that name
-    pass for a call.
+    pass for a call. only_tagged: nothing but what stands in <tool_call> is one.
     """
     if not tools or tool_choice == "none":
         return None
@@ -261,4 +262,4 @@ def parser_for(
         name, schema = function.get("name"), function.get("parameters")
         if isinstance(name, str) and named in (None, name):
             known[name] = schema if isinstance(schema, Mapping) else {}
-    return ToolParser(format_of(chat_template or ""), known)
+    return ToolParser(TAGGED if only_tagged else format_of(chat_template or ""), known)

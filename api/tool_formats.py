@@ -55,6 +55,8 @@ _TAGS = ("<tool_call>", "</tool_call>")
 # not. It is read as a call only if it begins like one and names a tool, so little else is caught.
 _FENCED: dict[str, Grammar] = {"```json": fenced_json}
 
+# Where tools are strict: what else looks like a call was not enforced, and is text.
+TAGGED = Format("tagged", _TAGGED, closers=("</tool_call>",), controls=_TAGS)
 HERMES = Format(
     "hermes",
     {**_TAGGED, **_FENCED, "<function=": xml_call},

@@ -37,12 +37,16 @@ _PLAIN = (
 REASON = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 
-def renamed(error: m.Error) -> m.Error:
-    """The error, its field named as this proto names it."""
+def renamed(error: m.Error, constraint: str | None = None) -> m.Error:
+    """The error, its field named as this proto names it. constraint: which kind was asked for."""
     field = error.param
     if not field:
         return error
     head = field.partition(".")[0].partition("[")[0]
+    if head == "constraint" and constraint is not None:
+        name = _OWN + constraint
+        said = name + error.message.removeprefix(field)
+        return msgspec.structs.replace(error, param=name, message=said)
     name = _FIELDS.get(head, _OWN + head if head in _PLAIN else head) + field[len(head) :]
     said = name + error.message.removeprefix(field)
     return msgspec.structs.replace(error, param=name, message=said)
@@ -77,12 +81,31 @@ def generate(request: vllm.GenerateRequest) -> m.Generate:
     for name in ("max_tokens", "logprobs", "prompt_logprobs"):
         if asked.HasField(name):
             values[name] = getattr(asked, name)
+    if (constraint := _constraint(asked)) is not None:
+        values["constraint"] = constraint
     kind = request.WhichOneof("input")
     if kind == "text":
         values["prompt"] = request.text
     elif kind == "tokenized":
         values["token_ids"] = list(request.tokenized.input_ids)
     return m.generate(values)
+
+
+def _constraint(asked: vllm.SamplingParams) -> dict[str, Any] | None:
+    """What the text has to look like. vLLM has no lenient schemas."""
+    kind = asked.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not asked.json_object):
+        return None
+    if kind == "json_object":
+        return {"kind": kind}
+    if kind == "choice":
+        texts = list(asked.choice.choices)
+        return {"kind": "choices", "source": msgspec.json.encode(texts).decode()}
+    source = getattr(asked, kind)
+    if kind == "grammar" and "::=" in source:
+        name = f"{_OWN}grammar"
+        raise m.BadMessage(name, f"{name}: must be in Lark, not in GBNF or EBNF")
+    return {"kind": "lark" if kind == "grammar" else kind, "source": source}
 
 
 def _served(request: vllm.GenerateRequest) -> None:
@@ -94,10 +117,9 @@ def _served(request: vllm.GenerateRequest) -> None:
         rank = request.data_parallel_rank
         raise m.BadMessage("data_parallel_rank", f"data_parallel_rank: there is only 0, got {rank}")
     asked = request.sampling_params
-    constraint = asked.WhichOneof("constraint")
-    if constraint is not None:
-        name = f"{_OWN}{constraint}"
-        raise m.BadMessage(name, f"{name}: structured output is not served")
+    if asked.HasField("structural_tag"):
+        name = f"{_OWN}structural_tag"
+        raise m.BadMessage(name, f"{name}: is not served")
     if asked.HasField("truncate_prompt_tokens"):
         name = f"{_OWN}truncate_prompt_tokens"
         raise m.BadMessage(name, f"{name}: prompts are not truncated")

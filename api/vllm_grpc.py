@@ -58,10 +58,15 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         """Stream one generation; a whole response for each choice is its last."""
         service = self._service
         self._last = time.time()
+        kind = request.sampling_params.WhichOneof("constraint")
+
+        def rename(error: m.Error) -> m.Error:
+            return renamed(error, kind)
+
         try:
             wire = to_generate(request)
         except m.BadMessage as error:
-            await abort(context, renamed(bad(error)))
+            await abort(context, rename(bad(error)))
         eos = frozenset(service.tokenizer.eos_ids)
         answers = Answers(request.stream, eos, wire.sampling.n)
         write = context.write
@@ -74,7 +79,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 await write(response)
 
         identity = request.request_id
-        await generate(service, self._calls, context, wire, identity, say, renamed, known)
+        await generate(service, self._calls, context, wire, identity, say, rename, known)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         """Cancel by id what this key has started; a request may just have ended by itself."""

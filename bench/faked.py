@@ -47,6 +47,7 @@ class ByteText:
     vocab_size = VOCAB
     bos_id = None
     eos_ids = frozenset({EOS})
+    unused_ids: frozenset[int] = frozenset()
     chat_template: str | None = None
 
     def encode(self, text: str, *, special: bool = False, bos: bool | None = None) -> list[int]:

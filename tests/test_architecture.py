@@ -41,7 +41,7 @@ BESIDE = sorted(
 )
 LIGHT = sorted(
     path
-    for pattern in ("messages.py", "client/*.py", "version.py", "lang/**/*.py")
+    for pattern in ("messages.py", "parts.py", "client/*.py", "version.py", "lang/**/*.py")
     for path in (ROOT / "api").glob(pattern)
 )
 

@@ -24,6 +24,9 @@ _DETAIL = {
     "none": pb.SPEC_DETAIL_NONE,
 }
 _MODE = {"auto": pb.Speculation.AUTO, "off": pb.Speculation.OFF, "max": pb.Speculation.MAX}
+_WHITESPACE = {
+    "bounded": pb.WHITESPACE_BOUNDED, "compact": pb.WHITESPACE_COMPACT, "any": pb.WHITESPACE_ANY,
+}  # fmt: skip
 _REASON: dict[int, m.Reason] = {
     pb.Finished.STOP: "stop",
     pb.Finished.LENGTH: "length",
@@ -82,6 +85,44 @@ def to_proto(wire: m.Generate, request_id: str = "") -> pb.GenerateRequest:
         made.token_ids.ids[:] = wire.token_ids
     if wire.messages is not None:
         made.chat.CopyFrom(_chat(wire.messages, wire.tools))
+        if isinstance(wire.tool_choice, m.NamedTool):
+            made.chat.tool_name = wire.tool_choice.name
+        elif wire.tool_choice == "required":
+            made.chat.tool_required = True
+        made.chat.single_tool_call = not wire.parallel_tool_calls
+    elif wire.tool_choice != "auto":
+        raise m.BadMessage("tool_choice", "tool_choice: needs messages")
+    if wire.constraint is not None:
+        made.constraint.CopyFrom(_constraint(wire.constraint))
+    return made
+
+
+def _constraint(asked: m.Constraint) -> pb.Constraint:
+    made = pb.Constraint(
+        whitespace=_WHITESPACE[asked.whitespace],
+        lenient=not asked.strict,
+        max_chars=asked.max_chars,
+        min_chars=asked.min_chars,
+        max_words=asked.max_words,
+        max_sentences=asked.max_sentences,
+        banned=asked.banned,
+        after=asked.after,
+    )
+    if asked.kind == "choices":
+        try:
+            texts = msgspec.json.decode(asked.source, type=list[str])
+        except (msgspec.MsgspecError, RecursionError):
+            told = "constraint.source: choices must be a JSON list of strings"
+            raise m.BadMessage("constraint.source", told) from None
+        made.choices.SetInParent()
+        made.choices.texts.extend(texts)
+    elif asked.kind in ("text", "json_object"):
+        if asked.source:
+            told = f"constraint.source: kind {asked.kind} takes none"
+            raise m.BadMessage("constraint.source", told)
+        setattr(made, asked.kind, True)
+    else:
+        setattr(made, asked.kind, asked.source)
     return made
 
 
@@ -180,8 +221,14 @@ def _finished(gen: str, seq: int, end: pb.Finished) -> m.Finished:
             spec.steps, spec.drafted, spec.accepted, spec.mean_accepted_length,
             spec.acceptance_rate, list(spec.histogram),
         ) if end.HasField("speculation") else None,
+        constraint=_constrained(end.constraint) if end.HasField("constraint") else None,
         last=end.last,
     )  # fmt: skip
+
+
+def _constrained(told: pb.Constrained) -> m.Constrained:
+    known = told.schema_valid if told.HasField("schema_valid") else None
+    return m.Constrained(told.complete, list(told.ignored), known, told.forced)
 
 
 def failure(error: Any) -> ServerError | ConnectionLost:

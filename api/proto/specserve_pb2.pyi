@@ -13,13 +13,22 @@ class SpecDetail(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPEC_DETAIL_TOKENS: _ClassVar[SpecDetail]
     SPEC_DETAIL_SUMMARY: _ClassVar[SpecDetail]
     SPEC_DETAIL_NONE: _ClassVar[SpecDetail]
+
+class Whitespace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WHITESPACE_BOUNDED: _ClassVar[Whitespace]
+    WHITESPACE_COMPACT: _ClassVar[Whitespace]
+    WHITESPACE_ANY: _ClassVar[Whitespace]
 SPEC_DETAIL_STEPS: SpecDetail
 SPEC_DETAIL_TOKENS: SpecDetail
 SPEC_DETAIL_SUMMARY: SpecDetail
 SPEC_DETAIL_NONE: SpecDetail
+WHITESPACE_BOUNDED: Whitespace
+WHITESPACE_COMPACT: Whitespace
+WHITESPACE_ANY: Whitespace
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "cache_salt")
+    __slots__ = ("request_id", "model", "prompt", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "cache_salt", "constraint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +40,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -42,7 +52,8 @@ class GenerateRequest(_message.Message):
     speculation: Speculation
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    constraint: Constraint
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -51,12 +62,18 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "tools_json")
+    __slots__ = ("messages", "tools_json", "tool_required", "tool_name", "single_tool_call")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOL_REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     tools_json: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., tools_json: _Optional[str] = ...) -> None: ...
+    tool_required: bool
+    tool_name: str
+    single_tool_call: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., tools_json: _Optional[str] = ..., tool_required: _Optional[bool] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("role", "content", "name", "tool_call_id", "tool_calls_json")
@@ -154,6 +171,58 @@ class Speculation(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[str]
     prediction: str
     def __init__(self, mode: _Optional[_Union[Speculation.Mode, str]] = ..., max_nodes: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., prediction: _Optional[str] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("text", "regex", "json_schema", "json_object", "choices", "lark", "name", "whitespace", "lenient", "max_chars", "min_chars", "max_words", "max_sentences", "banned", "after")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    LENIENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MIN_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SENTENCES_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    text: bool
+    regex: str
+    json_schema: str
+    json_object: bool
+    choices: Choices
+    lark: str
+    name: str
+    whitespace: Whitespace
+    lenient: bool
+    max_chars: int
+    min_chars: int
+    max_words: int
+    max_sentences: int
+    banned: _containers.RepeatedScalarFieldContainer[str]
+    after: str
+    def __init__(self, text: _Optional[bool] = ..., regex: _Optional[str] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ..., lark: _Optional[str] = ..., name: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., lenient: _Optional[bool] = ..., max_chars: _Optional[int] = ..., min_chars: _Optional[int] = ..., max_words: _Optional[int] = ..., max_sentences: _Optional[int] = ..., banned: _Optional[_Iterable[str]] = ..., after: _Optional[str] = ...) -> None: ...
+
+class Choices(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Constrained(_message.Message):
+    __slots__ = ("complete", "ignored", "schema_valid", "forced")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_VALID_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    ignored: _containers.RepeatedScalarFieldContainer[str]
+    schema_valid: bool
+    forced: int
+    def __init__(self, complete: _Optional[bool] = ..., ignored: _Optional[_Iterable[str]] = ..., schema_valid: _Optional[bool] = ..., forced: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("seq", "started", "delta", "prompt_scored", "finished")
@@ -302,7 +371,7 @@ class Timings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("index", "reason", "stop_token_id", "stop_string", "usage", "speculation", "timings", "last")
+    __slots__ = ("index", "reason", "stop_token_id", "stop_string", "usage", "speculation", "timings", "last", "constraint")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Finished.Reason]
@@ -321,6 +390,7 @@ class Finished(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     index: int
     reason: Finished.Reason
     stop_token_id: int
@@ -329,7 +399,8 @@ class Finished(_message.Message):
     speculation: SpecSummary
     timings: Timings
     last: bool
-    def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[Finished.Reason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpecSummary, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., last: _Optional[bool] = ...) -> None: ...
+    constraint: Constrained
+    def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[Finished.Reason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpecSummary, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., last: _Optional[bool] = ..., constraint: _Optional[_Union[Constrained, _Mapping]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("generate", "cancel", "ping", "resume", "ack")

@@ -40,6 +40,7 @@ class ByteTokens:
     vocab_size = VOCAB
     bos_id = None
     eos_ids = frozenset({EOS})
+    unused_ids: frozenset[int] = frozenset()
     # Tools are taken and left out; calls are written as Hermes's family does.
     chat_template: str | None = "{{ messages }}{% if tools %}<tool_call>{% endif %}"
 
@@ -105,6 +106,8 @@ class Echo:
 
     def validate(self, request: Request) -> None:
         check_request(request, self.info, self.limits)
+        if request.constraint is not None:
+            raise RequestError("constraint", "an echo enforces none")
 
     def submit(self, request: Request) -> None:
         self.validate(request)
