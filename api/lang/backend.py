@@ -31,8 +31,10 @@ class Backend(Protocol):
         """Events of a generation behind these ids."""
         ...
 
-    async def score(self, token_ids: list[int], start: int) -> list[float]:
-        """Log-probabilities of the ids from `start` (at least 1) on, each given all before it."""
+    async def score(
+        self, token_ids: list[int], continuations: list[list[int]]
+    ) -> list[list[float]]:
+        """Log-probabilities of the tokens of each continuation behind these ids."""
         ...
 
 
@@ -60,19 +62,24 @@ class ClientBackend:
                 async for event in events:
                     yield event
 
-    async def score(self, token_ids: list[int], start: int) -> list[float]:
-        """One request that yields a token nobody wants; what is cached is not computed again."""
-        if start >= len(token_ids):
-            return []
+    async def score(
+        self, token_ids: list[int], continuations: list[list[int]]
+    ) -> list[list[float]]:
+        """One request, one pass over a tree of all of them; its token nobody wants."""
         options = {
-            "prompt_logprobs": 0, "max_tokens": 1, "steps": "none",
-            "speculation": {"mode": "off"}, "ignore_eos": True,
+            "continuations": continuations, "max_tokens": 1, "steps": "none", "ids": False,
+            "speculation": {"mode": "off"},
         }  # fmt: skip
-        found: list[m.Logprob] = []
-        async for event in self.generate(token_ids, options):
-            if isinstance(event, m.PromptLogprobs):
-                found += event.logprobs
-        return [one.logprob for one in found[start - len(token_ids) :]]
+        found: list[float] = []
+        async with aclosing(self.generate(token_ids, options)) as events:
+            async for event in events:
+                if isinstance(event, m.PromptLogprobs):
+                    found += [one.logprob for one in event.logprobs]
+        scores, at = [], 0
+        for continuation in continuations:
+            scores.append(found[at : at + len(continuation)])
+            at += len(continuation)
+        return scores
 
 
 @asynccontextmanager

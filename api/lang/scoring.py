@@ -1,19 +1,17 @@
 """`select`: which of several texts a model finds likeliest behind what is there.
 
 Every choice is encoded in its place, together with what stands before it, and scored from the first
-token on that differs: one request per choice, side by side, all upon the same cached prefix. (Not
-one tree of all choices: beginnings that choices share are computed once for each of them.)
+token on that differs: all of them as one tree, in one pass of the target. Knows no states.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import Sequence
 
 from spec_serve.lang.backend import Backend
-from spec_serve.lang.parts import Select
+from spec_serve.lang.parts import ProgramError, Select
 
 
 def common(lists: Sequence[Sequence[int]]) -> int:
@@ -27,16 +25,19 @@ def common(lists: Sequence[Sequence[int]]) -> int:
 
 
 async def scored(backend: Backend, prompts: list[list[int]]) -> tuple[int, list[list[float]]]:
-    """Where the prompts part, and each one's log-probabilities from there on."""
+    """Where the prompts part, and each one's log-probabilities from there on.
+
+    Raises ProgramError where they have no beginning in common.
+    """
     start = common(prompts)
     if start == 0:
-        start = 1  # a first token has no probability of its own
-    if len(prompts) == 1:
-        return start, [[]]
-    # The first one leaves the shared beginning in the cache for the others.
-    first = await backend.score(prompts[0], start)
-    others = await asyncio.gather(*(backend.score(ids, start) for ids in prompts[1:]))
-    return start, [first, *others]
+        raise ProgramError("there is nothing to choose behind: write some text first")
+    tails = [ids[start:] for ids in prompts]
+    wanted = [tail for tail in tails if tail]
+    if len(wanted) < 1:
+        return start, [[] for _ in prompts]
+    found = iter(await backend.score(prompts[0][:start], wanted))
+    return start, [next(found) if tail else [] for tail in tails]
 
 
 def best(select: Select, tokens: list[list[int]], scores: list[list[float]]) -> int:

@@ -38,8 +38,10 @@ class Counting:
         self.prompts.append(token_ids)
         return self.inner.generate(token_ids, options)
 
-    async def score(self, token_ids: list[int], start: int) -> list[float]:
-        return await self.inner.score(token_ids, start)
+    async def score(
+        self, token_ids: list[int], continuations: list[list[int]]
+    ) -> list[list[float]]:
+        return await self.inner.score(token_ids, continuations)
 
 
 async def fetch(key: str, name: str = "") -> str:

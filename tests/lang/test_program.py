@@ -168,6 +168,31 @@ def test_select_scores_all_choices_in_their_place() -> None:
     on_tiny(go)
 
 
+def test_select_by_every_rule_and_what_it_can_not_do() -> None:
+    @ss.program
+    async def chosen(s: ss.State, rule: Any, seed: int) -> None:
+        s += ss.user("which")
+        part = ss.select("c", ["a", "ab", "abc"], rule=rule, temperature=2.0, seed=seed)
+        s += ss.assistant(part)
+        s += ss.user("more")
+
+    @ss.program
+    async def nothing(s: ss.State) -> None:
+        s += ss.select("c", ["a", "b"])
+
+    async def go(client: Client) -> None:
+        summed = await chosen.arun("sum", 0, on=client)
+        assert summed["c"] == "a" and summed.state.logprob("c") == 0.0  # the others begin with it
+        assert (await chosen.arun("greedy", 0, on=client))["c"] == "abc"
+        drawn = [(await chosen.arun("sample", seed, on=client))["c"] for seed in range(12)]
+        again = [(await chosen.arun("sample", seed, on=client))["c"] for seed in range(12)]
+        assert drawn == again and set(drawn) <= {"a", "ab", "abc"}
+        with pytest.raises(ss.ProgramError, match="nothing to choose behind"):
+            await nothing.arun(on=client)
+
+    on_tiny(go)
+
+
 def test_calls_overlap_and_their_results_are_parts() -> None:
     began: list[str] = []
 
