@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from spec_serve.bench.peers.figures import categories, ratios, rows
@@ -128,13 +129,15 @@ def plot(report: dict[str, Any]) -> str:
     title = escape(f"{report['target']}: decode, tokens per second")
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 30}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 48}" role="img" '
             f'aria-label="{title}">',
             f"<style>{STYLE}</style>",
             f'<text x="12" y="22" font-weight="bold">{title}</text>',
             *body,
-            f'<text x="12" y="{y + 12}" style="font-size:9px">'
-            f"{escape(described(report).partition(', ')[2])}</text>",
+            *(
+                f'<text x="12" y="{y + 12 * (i + 1)}" style="font-size:9px">{escape(line)}</text>'
+                for i, line in enumerate(wrap(described(report), 120))
+            ),
             "</svg>\n",
         ]
     )
