@@ -49,6 +49,8 @@ KNOWN: dict[str, m.Code] = {code.upper(): code for code in get_args(m.Code)}
 
 def to_proto(wire: m.Generate, request_id: str = "") -> pb.GenerateRequest:
     """The request as protobuf. Raises BadMessage for content that is no text."""
+    if wire.continuations:
+        raise m.BadMessage("continuations", "continuations: are scored over WebSockets only")
     made = pb.GenerateRequest(
         request_id=request_id,
         model=wire.model,

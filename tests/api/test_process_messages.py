@@ -95,6 +95,7 @@ requests = st.builds(
     salt=text,
     priority=st.integers(-(2**31), 2**31 - 1),
     deadline=st.none() | st.floats(0, 1e9),
+    continuations=st.lists(st.lists(ids, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 
 
@@ -121,7 +122,8 @@ def test_a_request_arrives_as_it_was(request: Request, number: int) -> None:
 
 
 def test_every_field_of_a_request_is_sent_or_stays_for_a_reason() -> None:
-    stays = {"sink", "tag", "trace"}  # the server's own, never looked at by the engine
+    # The server's own, never looked at by the engine; grammars are compiled there anew.
+    stays = {"sink", "tag", "trace", "compiled"}
     assert {f.name for f in fields(Request)} - stays == set(p.Submit.__struct_fields__) - {"number"}
     watch = {f.name for f in fields(StopWatch)} - {"tokenizer"}
     sent = {f.name for f in fields(Stopping)} - {"watch"} | watch

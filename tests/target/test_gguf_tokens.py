@@ -180,6 +180,14 @@ def test_sentencepiece_without_the_leading_space() -> None:
     assert tokenizer.decode(tokenizer.encode(" ab", bos=False)) == " ab"
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_text_behind_other_tokens_gets_no_leading_space(padded: bool) -> None:
+    tokenizer = sentencepiece(add_space_prefix=padded)
+    first, behind, empty = tokenizer.encode_around(["ab", "ab a", ""])
+    assert first == tokenizer.encode("ab")
+    assert [tokenizer.token_bytes(i) for i in behind] == [b"ab", b" a"] and empty == []
+
+
 def test_sentencepiece_falls_back_to_bytes() -> None:
     tokenizer = sentencepiece(add_space_prefix=False)
     ids = tokenizer.encode("世", bos=False)
