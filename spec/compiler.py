@@ -7,6 +7,7 @@ number of bytes; so is what did not. Threads that call it may be any. Knows no r
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,8 @@ from spec_serve.spec.bounds import Bounds, Counters
 from spec_serve.spec.grammar import Grammar, Lexicon, MatchError, Spelling
 from spec_serve.spec.grammar_source import FIELD, refused, source_of
 from spec_serve.spec.request import Constraint, Request, RequestError
+
+log = logging.getLogger("spec_serve.engine")
 
 WITHIN_S = 1.0
 FIRST_S = 30.0  # for the tokenizer's words, which the very first one waits for
@@ -107,10 +110,9 @@ class Compiler:
             made = error
         except MatchError as error:
             made = refused(str(error))
-        except BaseException:
-            with self._lock:
-                self._running.pop(constraint, None)
-            raise
+        except BaseException as error:  # a panic of compiled code is no Exception
+            log.exception("a constraint of kind %s can't be compiled", constraint.kind)
+            made = refused(f"it can't be compiled ({type(error).__name__})")
         with self._lock:
             self._running.pop(constraint, None)
             self._kept[constraint] = made

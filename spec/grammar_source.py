@@ -101,9 +101,13 @@ def _from_schema(schema: Any, constraint: Constraint) -> str:
     options: dict[str, Any] = dict(_OF_JSON[constraint.whitespace])
     if not constraint.strict:
         options |= {"lenient": True, "coerce_one_of": True}
-    if schema is True:
-        schema = {}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+    if schema is False:
+        raise refused("no text fits it")
+    given = {} if schema is True else schema
+    try:
+        return LLMatcher.grammar_from_json_schema(given, overrides=options)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise refused(str(error)[:300]) from None
 
 
 def check_schema(schema: Any) -> None:
