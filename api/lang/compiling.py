@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from spec_serve.client.answers import ServerError
 from spec_serve.lang.backend import Backend
+from spec_serve.lang.explain import named
 from spec_serve.lang.graph import FORMAT, Graph, Held, Known, constant, fingerprint, questions, warm
 from spec_serve.lang.parts import Append, Gen, Op, ProgramError, TraceError
 from spec_serve.lang.scoring import common
@@ -85,4 +86,4 @@ async def _try_constraints(ops: list[Op], backend: Backend, prefix: list[int]) -
                 async for _ in backend.generate(prefix or [0], options):
                     pass
             except (ServerError, ValueError) as error:
-                raise ProgramError(f"{op.where}: {item.key}: {error}") from error
+                raise ProgramError(f"{op.where}: {named(item.key)}: {error}") from error

@@ -27,13 +27,14 @@ def _item(item: Item | Plain) -> str:
     if isinstance(item, Gen):
         limit = item.options.get("max_tokens")
         kind = item.options.get("constraint", {}).get("kind", "free")
-        return f"gen {_name(item.key)} ({kind}{f', at most {limit}' if limit else ''})"
+        return f"gen {named(item.key)} ({kind}{f', at most {limit}' if limit else ''})"
     if isinstance(item, Select):
-        return f"select {_name(item.key)} of {len(item.choices)} ({item.rule})"
+        return f"select {named(item.key)} of {len(item.choices)} ({item.rule})"
     return _short(item.value)
 
 
-def _name(key: str) -> str:
+def named(key: str) -> str:
+    """The name of a variable by its key."""
     return key.partition("/")[2].rpartition("#")[0]
 
 

@@ -21,7 +21,7 @@ from spec_serve.client.answers import ServerError
 from spec_serve.lang.backend import Backend, connected
 from spec_serve.lang.conversation import Conversation, Question
 from spec_serve.lang.events import Ended, Event
-from spec_serve.lang.explain import drawn, explained
+from spec_serve.lang.explain import drawn, explained, named
 from spec_serve.lang.parts import Append, Call, Const, Fork, Gen, Op, Plain, ProgramError, Ref
 from spec_serve.lang.parts import Select as Select
 from spec_serve.lang.program import On, Program, Result, batched, streamed
@@ -192,7 +192,7 @@ class Graph:
                 run.submit(op)
                 if isinstance(op, Append) and op.state == 0:
                     generated = (item for item in op.items if isinstance(item, Gen | Select))
-                    names |= {_name(item.key): item.key for item in generated}
+                    names |= {named(item.key): item.key for item in generated}
             value = await _filled(self.held.result, run)
             await run.finish()
             if run.events is not None:
@@ -200,10 +200,6 @@ class Graph:
             return Result(value, State(run, 0, names=names))
         finally:
             await run.close()
-
-
-def _name(key: str) -> str:
-    return key.partition("/")[2].rpartition("#")[0]
 
 
 async def _filled(result: Template, run: Run) -> Any:

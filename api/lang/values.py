@@ -111,7 +111,20 @@ def _of_class(kind: Any) -> Shape:
             schema = msgspec.json.schema(kind)
         except TypeError as error:
             raise TypeError(f"gen: {name} is no type that can be generated: {error}") from None
-    return Shape(_schema(_without_reference(schema)), f"class:{name}", {name: kind})
+    closed = _closed(_without_reference(schema))
+    return Shape(_schema(closed), f"class:{name}", {name: kind})
+
+
+def _closed(schema: Any) -> Any:
+    """No properties but those of the class: others would be generated for nothing."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _closed(one) for name, one in schema.items()}
+    if made.get("type") == "object" and isinstance(made.get("properties"), dict):
+        made.setdefault("additionalProperties", False)
+    return made
 
 
 def _choices(texts: list[str]) -> dict[str, Any]:

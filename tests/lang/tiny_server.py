@@ -28,7 +28,7 @@ async def tiny_server(kind: str = "lookup") -> AsyncIterator[str]:
     settings = ServeSettings(
         port=0, grpc_port=None, model_name="tiny", drain_s=5.0, generation_config={}
     )
-    server = Server(engine(kind), tokenizer(), settings)
+    server = Server(engine(kind, spelling=tokenizer()), tokenizer(), settings)
     try:
         await server.start()
         yield server.addresses()[0]
