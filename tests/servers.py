@@ -108,6 +108,7 @@ class Got:
     cached: int = 0
     scores: list[float] = dataclasses.field(default_factory=list)
     tops: list[list[float]] = dataclasses.field(default_factory=list)
+    constraint: m.Constrained | None = None
 
     @property
     def told(self) -> tuple[str, list[int], str, int | str | None, int]:
@@ -130,6 +131,7 @@ async def ask_socket(client: Client, **fields: Any) -> Got:
         last.usage.cached_tokens,
         [entry.logprob for delta in deltas for entry in delta.logprobs],
         [[score for _, score, _ in entry.top] for delta in deltas for entry in delta.logprobs],
+        last.constraint,
     )  # fmt: skip
 
 
@@ -149,6 +151,8 @@ def to_proto(**fields: Any) -> pb.GenerateRequest:
         output=pb.Output(token_ids=True),
         speculation=pb.Speculation(mode=MODES[fields.get("speculation", {}).get("mode", "auto")]),
     )
+    if "constraint" in fields:
+        request.constraint.CopyFrom(to_constraint(**fields["constraint"]))
     if "logprobs" in fields:
         request.output.logprobs = fields["logprobs"]
     if "prompt" in fields:
@@ -159,6 +163,22 @@ def to_proto(**fields: Any) -> pb.GenerateRequest:
         request.chat.messages.extend(pb.Message(**turn) for turn in fields["messages"])
         request.chat.SetInParent()
     return request
+
+
+def to_constraint(
+    kind: str, source: str = "", whitespace: str = "bounded", strict: bool = True, **more: Any
+) -> pb.Constraint:
+    """The same constraint as protobuf has it."""
+    kinds: dict[str, Any] = {kind: source or True}
+    if kind == "choices":
+        kinds = {kind: pb.Choices(texts=json.loads(source))}
+    white = pb.Whitespace.Value(f"WHITESPACE_{whitespace.upper()}")
+    return pb.Constraint(whitespace=white, lenient=not strict, **kinds, **more)
+
+
+def _constrained(told: pb.Constrained) -> m.Constrained:
+    known = told.schema_valid if told.HasField("schema_valid") else None
+    return m.Constrained(told.complete, list(told.ignored), known, told.forced)
 
 
 def ask_grpc(stub: Any, **fields: Any) -> Got:
@@ -176,6 +196,7 @@ def ask_grpc(stub: Any, **fields: Any) -> Got:
         [delta.text for delta in deltas], last.usage.cached_tokens,
         [entry.logprob for delta in deltas for entry in delta.logprobs],
         [[top.logprob for top in entry.top] for delta in deltas for entry in delta.logprobs],
+        _constrained(last.constraint) if last.HasField("constraint") else None,
     )  # fmt: skip
 
 
@@ -211,6 +232,7 @@ def ask_http(server: Server, **fields: Any) -> Got:
         last["usage"]["prompt_tokens_details"]["cached_tokens"],
         [score for one in scores for score in one["token_logprobs"]],
         [list(top.values()) for one in scores for top in one["top_logprobs"]],
+        m.Constrained(**ended["constraint"]) if "constraint" in ended else None,
     )  # fmt: skip
 
 
@@ -236,6 +258,34 @@ def ask(server: Server, transport: str, **fields: Any) -> Got:
     async def go() -> Got:
         async with Client(server.ws, transport) as client:
             return await ask_socket(client, **fields)
+
+    return asyncio.run(go())
+
+
+def post(server: Server, path: str, body: Any = None) -> Any:
+    """The answer's JSON."""
+    return httpx.post(server.http + path, json=body, trust_env=False, verify=False).json()
+
+
+def prompt_tokens(server: Server, transport: str, **fields: Any) -> int:
+    """How many tokens the server makes of it."""
+    fields["max_tokens"] = 1
+    if transport == "http":
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+        answer = post(server, path, fields)
+        return int(answer["usage"]["prompt_tokens"])
+    if transport == "grpc":
+        with grpc.insecure_channel(server.grpc) as channel:
+            stub: Any = pb_grpc.SpecServeStub(channel)
+            first: pb.GenerateEvent = next(stub.Generate(to_proto(**fields), timeout=60))
+            return int(first.started.prompt_tokens)
+
+    async def go() -> int:
+        async with Client(server.ws, transport) as client:
+            async for event in client.generate(**fields):
+                if isinstance(event, m.Started):
+                    return event.prompt_tokens
+        raise AssertionError
 
     return asyncio.run(go())
 

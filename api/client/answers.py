@@ -49,6 +49,7 @@ class Choice:
     usage: m.Usage | None = None
     timings: m.Timings | None = None
     speculation: m.Summary | None = None
+    constraint: m.Constrained | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class Answer:
                 choice.reason, choice.matched = event.reason, event.matched
                 choice.usage, choice.timings = event.usage, event.timings
                 choice.speculation = event.speculation
+                choice.constraint = event.constraint
 
     def _choice(self, index: int) -> Choice:
         while len(self.choices) <= index:
@@ -105,6 +107,10 @@ class Answer:
     @property
     def speculation(self) -> m.Summary | None:
         return self._choice(0).speculation
+
+    @property
+    def constraint(self) -> m.Constrained | None:
+        return self._choice(0).constraint
 
 
 def gathered(events: Iterable[GenerationEvent]) -> Answer:
