@@ -19,13 +19,23 @@ import httpx
 import pytest
 
 from spec_serve.api import messages as m
-from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.client import Client
 from tests.api.hosted import KINDS
 from tests.api.processes import echo_server
 from tests.engines import engine, tokens
-from tests.servers import CONTEXT, TRANSPORTS, Got, Server, ask, refusal, start, to_proto
+from tests.servers import (
+    CONTEXT,
+    TRANSPORTS,
+    Got,
+    Server,
+    ask,
+    post,
+    prompt_tokens,
+    refusal,
+    start,
+    to_proto,
+)
 from tests.test_end_to_end import LETTERS, TOKENS, piece_ending_at, place_of_stop
 from tests.tiny import SPECIALS, VOCAB, write_tiny_model_dir
 
@@ -85,10 +95,6 @@ def both(server: Server, transport: str, **fields: Any) -> Got:
     on = ask(server, transport, mode="max", **fields)
     assert on.told == without(server, **fields).told, fields
     return on
-
-
-def post(server: Server, path: str, body: Any = None) -> Any:
-    return httpx.post(server.http + path, json=body, trust_env=False, verify=False).json()
 
 
 def info(server: Server) -> Any:
@@ -433,26 +439,3 @@ def test_case_30_marks_in_text_are_text(server: Server, transport: str) -> None:
     bias = dict.fromkeys(map(str, range(VOCAB - len(SPECIALS), VOCAB)), 100.0)
     fields = {"max_tokens": 4, "ignore_eos": True, "sampling": {"logit_bias": bias}}
     assert both(server, transport, **fields).text == ""
-
-
-def prompt_tokens(server: Server, transport: str, **fields: Any) -> int:
-    """How many tokens the server makes of it."""
-    fields["max_tokens"] = 1
-    if transport == "http":
-        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-        answer = post(server, path, fields)
-        return int(answer["usage"]["prompt_tokens"])
-    if transport == "grpc":
-        with grpc.insecure_channel(server.grpc) as channel:
-            stub: Any = pb_grpc.SpecServeStub(channel)
-            first: pb.GenerateEvent = next(stub.Generate(to_proto(**fields), timeout=60))
-            return int(first.started.prompt_tokens)
-
-    async def go() -> int:
-        async with Client(server.ws, transport) as client:
-            async for event in client.generate(**fields):
-                if isinstance(event, m.Started):
-                    return event.prompt_tokens
-        raise AssertionError
-
-    return asyncio.run(go())
