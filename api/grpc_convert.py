@@ -186,6 +186,8 @@ def generate(request: pb.GenerateRequest, gen: str = "call", **more: Any) -> m.G
         values["max_tokens"] = stop.max_tokens
     if request.HasField("constraint"):
         values["constraint"] = _constraint(request.constraint)
+    if request.continuations:
+        values["continuations"] = [list(one.ids) for one in request.continuations]
     for name in ("logprobs", "prompt_logprobs", "skip_special_tokens"):
         if output.HasField(name):
             values[name] = getattr(output, name)

@@ -8,7 +8,7 @@ another. Knows no engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.service import Service
 from spec_serve.api.session import Session
 
+SAYS = ("generate", "cancel", "ping", "resume", "ack", "tokenize")
 MAX_BAD = 100  # requests nobody understands, before the call is ended
 READ_AGAIN_S = 0.05  # a client that does not read its answers is not read from for so long
 
@@ -30,7 +31,7 @@ def client_message(request: pb.SessionRequest) -> m.Client:
     """What a client said. Raises BadMessage."""
     kind = request.WhichOneof("say")
     if kind is None:
-        raise m.BadMessage("say", "say: must be one of generate, cancel, ping, resume, ack")
+        raise m.BadMessage("say", "say: must be one of " + ", ".join(SAYS))
     if kind == "generate":
         asked = request.generate
         if asked.request.request_id:
@@ -42,13 +43,15 @@ def client_message(request: pb.SessionRequest) -> m.Client:
         )
     said = getattr(request, kind)
     values: dict[str, Any]
-    message: type[m.Cancel | m.Ping | m.Resume | m.Ack]
+    message: type[m.Cancel | m.Ping | m.Resume | m.Ack | m.Tokenize]
     if kind == "cancel":
         message, values = m.Cancel, {"gen": said.gen}
     elif kind == "ping":
         message, values = m.Ping, {"t": said.t}
     elif kind == "ack":
         message, values = m.Ack, {"gen": said.gen, "seq": said.seq}
+    elif kind == "tokenize":
+        message, values = m.Tokenize, _tokenize(said)
     else:
         gens = dict(said.gens)
         message, values = m.Resume, {"resume_token": said.resume_token, "gens": gens}
@@ -58,6 +61,20 @@ def client_message(request: pb.SessionRequest) -> m.Client:
         raise m.bad_message(error) from None
     m.finite(made)
     return made
+
+
+def _tokenize(said: pb.SessionTokenize) -> dict[str, Any]:
+    def parts(given: Iterable[pb.Part]) -> list[str | None]:
+        return [part.text if part.HasField("text") else None for part in given]
+
+    values: dict[str, Any] = {"ask": said.ask}
+    for name in ("text", "begun"):
+        if said.HasField(name):
+            values[name] = parts(getattr(said, name).parts)
+    if said.HasField("turns"):
+        turns = said.turns.turns
+        values["turns"] = [{"role": turn.role, "parts": parts(turn.parts)} for turn in turns]
+    return values
 
 
 def server_event(message: m.Server) -> pb.SessionEvent:
@@ -83,7 +100,9 @@ def server_event(message: m.Server) -> pb.SessionEvent:
         return pb.SessionEvent(pong=pb.SessionPong(t=message.t, server_t=message.server_t))
     if isinstance(message, m.Resumed):
         return pb.SessionEvent(resumed=pb.SessionResumed(gens=message.gens))
-    assert isinstance(message, m.Draining), "texts are not read over gRPC sessions"
+    if isinstance(message, m.Tokens):
+        pieces = [pb.TokenIds(ids=ids) for ids in message.pieces]
+        return pb.SessionEvent(tokens=pb.SessionTokens(ask=message.ask, pieces=pieces))
     return pb.SessionEvent(draining=pb.SessionDraining(deadline_s=message.deadline_s))
 
 

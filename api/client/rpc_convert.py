@@ -49,8 +49,6 @@ KNOWN: dict[str, m.Code] = {code.upper(): code for code in get_args(m.Code)}
 
 def to_proto(wire: m.Generate, request_id: str = "") -> pb.GenerateRequest:
     """The request as protobuf. Raises BadMessage for content that is no text."""
-    if wire.continuations:
-        raise m.BadMessage("continuations", "continuations: are scored over WebSockets only")
     made = pb.GenerateRequest(
         request_id=request_id,
         model=wire.model,
@@ -79,6 +77,7 @@ def to_proto(wire: m.Generate, request_id: str = "") -> pb.GenerateRequest:
         ),
         priority=wire.priority,
         cache_salt=wire.cache_salt,
+        continuations=[pb.TokenIds(ids=ids) for ids in wire.continuations],
     )
     if wire.prompt is not None:
         made.prompt = wire.prompt

@@ -28,11 +28,17 @@ class SessionWire:
     def __init__(self, client: GrpcClient) -> None:
         self._client = client
         self._call = client.session()
+        self._writing = asyncio.Lock()
 
     async def send(self, message: m.Client) -> None:
         """Say something."""
+        # gRPC takes one write at a time, and gives a call up whose write is cancelled.
+        await asyncio.shield(asyncio.ensure_future(self._write(request(message))))
+
+    async def _write(self, said: pb.SessionRequest) -> None:
         try:
-            await self._call.write(request(message))
+            async with self._writing:
+                await self._call.write(said)
         except (grpc.RpcError, asyncio.InvalidStateError):
             raise ConnectionLost(LOST) from None
         except asyncio.CancelledError:
@@ -107,11 +113,26 @@ def request(said: m.Client) -> pb.SessionRequest:
     if isinstance(said, m.Ack):
         return pb.SessionRequest(ack=pb.SessionAck(gen=said.gen, seq=said.seq))
     if isinstance(said, m.Tokenize):
-        raise m.BadMessage("", "programs run over WebSockets, not over gRPC sessions")
+        return pb.SessionRequest(tokenize=_tokenize(said))
     assert isinstance(said, m.Resume), "a key goes with the call"
     return pb.SessionRequest(
         resume=pb.SessionResume(resume_token=said.resume_token, gens=said.gens)
     )
+
+
+def _tokenize(said: m.Tokenize) -> pb.SessionTokenize:
+    def parts(given: list[str | None]) -> list[pb.Part]:
+        return [pb.Part() if part is None else pb.Part(text=part) for part in given]
+
+    made = pb.SessionTokenize(ask=said.ask)
+    if said.text is not None:
+        made.text.CopyFrom(pb.Parts(parts=parts(said.text)))
+    if said.begun is not None:
+        made.begun.CopyFrom(pb.Parts(parts=parts(said.begun)))
+    if said.turns is not None:
+        turns = [pb.Turn(role=turn.role, parts=parts(turn.parts)) for turn in said.turns]
+        made.turns.CopyFrom(pb.Turns(turns=turns))
+    return made
 
 
 def message(said: pb.SessionEvent) -> m.Server:
@@ -138,6 +159,8 @@ def message(said: pb.SessionEvent) -> m.Server:
         )  # fmt: skip
     if kind == "resumed":
         return m.Resumed(list(said.resumed.gens))
+    if kind == "tokens":
+        return m.Tokens(said.tokens.ask, [list(piece.ids) for piece in said.tokens.pieces])
     if kind == "pong":
         return m.Pong(said.pong.t, said.pong.server_t)
     return m.Draining(said.draining.deadline_s)

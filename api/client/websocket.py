@@ -213,7 +213,7 @@ class Client:
     ) -> list[list[int]]:
         """Ids around generated tokens; fields as of messages.Tokenize.
 
-        Raises ServerError, ConnectionLost; BadMessage over gRPC, whose sessions lack it.
+        Raises ServerError, ConnectionLost.
         """
         lists = [None if given is None else list(given) for given in (text, begun)]
         ask = f"t{next(self._ids)}"

@@ -28,7 +28,7 @@ WHITESPACE_COMPACT: Whitespace
 WHITESPACE_ANY: Whitespace
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "cache_salt", "constraint")
+    __slots__ = ("request_id", "model", "prompt", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "cache_salt", "constraint", "continuations")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -53,7 +54,8 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     constraint: Constraint
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+    continuations: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -403,18 +405,58 @@ class Finished(_message.Message):
     def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[Finished.Reason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpecSummary, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., last: _Optional[bool] = ..., constraint: _Optional[_Union[Constrained, _Mapping]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("generate", "cancel", "ping", "resume", "ack")
+    __slots__ = ("generate", "cancel", "ping", "resume", "ack", "tokenize")
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZE_FIELD_NUMBER: _ClassVar[int]
     generate: SessionGenerate
     cancel: SessionCancel
     ping: SessionPing
     resume: SessionResume
     ack: SessionAck
-    def __init__(self, generate: _Optional[_Union[SessionGenerate, _Mapping]] = ..., cancel: _Optional[_Union[SessionCancel, _Mapping]] = ..., ping: _Optional[_Union[SessionPing, _Mapping]] = ..., resume: _Optional[_Union[SessionResume, _Mapping]] = ..., ack: _Optional[_Union[SessionAck, _Mapping]] = ...) -> None: ...
+    tokenize: SessionTokenize
+    def __init__(self, generate: _Optional[_Union[SessionGenerate, _Mapping]] = ..., cancel: _Optional[_Union[SessionCancel, _Mapping]] = ..., ping: _Optional[_Union[SessionPing, _Mapping]] = ..., resume: _Optional[_Union[SessionResume, _Mapping]] = ..., ack: _Optional[_Union[SessionAck, _Mapping]] = ..., tokenize: _Optional[_Union[SessionTokenize, _Mapping]] = ...) -> None: ...
+
+class SessionTokenize(_message.Message):
+    __slots__ = ("ask", "text", "turns", "begun")
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    ask: str
+    text: Parts
+    turns: Turns
+    begun: Parts
+    def __init__(self, ask: _Optional[str] = ..., text: _Optional[_Union[Parts, _Mapping]] = ..., turns: _Optional[_Union[Turns, _Mapping]] = ..., begun: _Optional[_Union[Parts, _Mapping]] = ...) -> None: ...
+
+class Parts(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class Turns(_message.Message):
+    __slots__ = ("turns",)
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
+    def __init__(self, turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("role", "parts")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, role: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class SessionGenerate(_message.Message):
     __slots__ = ("gen", "request", "timeout_s", "resumable")
@@ -464,20 +506,30 @@ class SessionResume(_message.Message):
     def __init__(self, resume_token: _Optional[str] = ..., gens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("hello", "generation", "error", "draining", "pong", "resumed")
+    __slots__ = ("hello", "generation", "error", "draining", "pong", "resumed", "tokens")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     generation: SessionGeneration
     error: SessionError
     draining: SessionDraining
     pong: SessionPong
     resumed: SessionResumed
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., generation: _Optional[_Union[SessionGeneration, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ..., pong: _Optional[_Union[SessionPong, _Mapping]] = ..., resumed: _Optional[_Union[SessionResumed, _Mapping]] = ...) -> None: ...
+    tokens: SessionTokens
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., generation: _Optional[_Union[SessionGeneration, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ..., pong: _Optional[_Union[SessionPong, _Mapping]] = ..., resumed: _Optional[_Union[SessionResumed, _Mapping]] = ..., tokens: _Optional[_Union[SessionTokens, _Mapping]] = ...) -> None: ...
+
+class SessionTokens(_message.Message):
+    __slots__ = ("ask", "pieces")
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    ask: str
+    pieces: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, ask: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("session", "version", "max_generations", "models", "resume_token", "resume_window_s")
