@@ -1,8 +1,9 @@
 """Constraints compiled aside from the engine and the loop: bounded in time, kept for the next time.
 
-Compiling runs in two threads of its own (llguidance lets go of Python meanwhile) and whoever waits
-gives up after a second. What compiled is kept by constraint, least lately used going first beyond a
-number of bytes; so is what did not. Threads that call it may be any. Knows no requests' lives.
+Compiling runs in two threads of its own (llguidance lets go of Python meanwhile), behind a trial in
+a process that is ended when it takes too long. What compiled is kept by constraint, least lately
+used going first beyond a number of bytes; so is what did not. Any thread may call. Knows no
+requests' lives.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass, replace
 
 from spec_serve.spec.bounds import Bounds, Counters
-from spec_serve.spec.grammar import Grammar, Lexicon, MatchError, Spelling
+from spec_serve.spec.grammar import Grammar, Lexicon, MatchError, Spelling, tidy
 from spec_serve.spec.grammar_source import FIELD, refused, source_of
 from spec_serve.spec.request import Constraint, Request, RequestError
+from spec_serve.spec.trial import WITHIN_S, try_out
 
 log = logging.getLogger("spec_serve.engine")
 
-WITHIN_S = 1.0
+HOSTILE = frozenset({"regex", "json_schema", "lark"})  # what can be made to take for ever
 FIRST_S = 30.0  # for the tokenizer's words, which the very first one waits for
 KEPT_BYTES = 64 << 20
 KEPT = 2048
@@ -58,7 +60,7 @@ class Compiler:
             self._workers().submit(self._make_lexicon)
 
     def compile(self, constraint: Constraint) -> Compiled:
-        """Waits for it, a second at most (longer for the very first). Raises RequestError."""
+        """Waits for it, two seconds at most (longer for the very first). Raises RequestError."""
         check_bounds(constraint)
         self._await_lexicon()
         with self._lock:
@@ -73,9 +75,10 @@ class Compiler:
                 running = self._workers().submit(self._work, constraint)
                 self._running[constraint] = running
         try:
-            return running.result(self._within_s)
-        except TooLate:
-            raise refused(f"compiling it took more than {self._within_s:g} s") from None
+            return running.result(2 * self._within_s)
+        except TooLate:  # the threads are busy, as what takes long is ended before
+            error = RequestError(FIELD, "too many constraints are being compiled", "overloaded")
+            raise error from None
 
     def _await_lexicon(self) -> None:
         if self._lexicon is not None:
@@ -139,8 +142,11 @@ class Compiler:
         )
         with self._lock:  # the grammar itself may be there already
             known = self._kept.get(plain)
-        held = known.grammar if isinstance(known, Compiled) else None
-        grammar = held or Grammar(lexicon, source, schema)
+        grammar = known.grammar if isinstance(known, Compiled) else None
+        if grammar is None:
+            if constraint.kind in HOSTILE and (wrong := try_out(source, self._within_s)):
+                raise refused(tidy(wrong))
+            grammar = Grammar(lexicon, source, schema)
         if bounds is not None:
             first = grammar.start().allowed()
             bounds.limit(bounds.start, first)

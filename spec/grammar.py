@@ -14,19 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
+
+from spec_serve.spec.trial import limits
 
 Mask = npt.NDArray[np.uint64]  # [ceil(V / 64)], bit i of word w: token id 64 w + i
-
-# A step of a matcher is given up rather than let others wait; a shared lexer stays below 100 MB.
-LIMITS = {
-    "max_items_in_row": 2000,
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-}
 
 
 class Spelling(Protocol):
@@ -167,10 +159,9 @@ class Grammar:
 
     def __init__(self, lexicon: Lexicon, source: str, schema: Any = None) -> None:
         """Raises MatchError saying what is wrong with the source, and where."""
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)  # type: ignore[arg-type]
-        made = LLMatcher(lexicon.tokenizer, source, log_level=0, limits=limits)
+        made = LLMatcher(lexicon.tokenizer, source, log_level=0, limits=limits())
         if made.is_error():
-            raise MatchError(_tidy(made.get_error()))
+            raise MatchError(tidy(made.get_error()))
         self.lexicon = lexicon
         self.schema = schema
         self.ignored = _ignored(made.get_grammar_warnings())
@@ -185,8 +176,11 @@ class Grammar:
         return self._prototype.copy()
 
 
-def _tidy(message: str) -> str:
+def tidy(message: str) -> str:
     """A compiler's message in one line, without its drawing of the source."""
+    message = message.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    if message.startswith("NoExtension"):
+        return "no text fits it"
     lines = [line.strip() for line in message.strip().split("\n")]
     return "; ".join(line for line in lines if line and "|" not in line[:6] and set(line) != {"^"})[
         :300

@@ -1,0 +1,201 @@
+"""Compiling constraints: refusals that say where, bounds on everything, and the cache."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from spec_serve.spec import compiler as module
+from spec_serve.spec.compiler import Compiler, compiler_of
+from spec_serve.spec.request import Constraint, RequestError
+from spec_serve.spec.trial import try_out
+from tests.engines import engine, request
+from tests.grammars import SIX, constrained, spelling
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def alternatives(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {
+            "oneOf": [
+                {"type": "object", "properties": {"a": schema}},
+                {"type": "object", "properties": {"b": schema}},
+            ]
+        }
+    return schema
+
+
+def schema(value: object, **options: Any) -> Constraint:
+    return Constraint("json_schema", json.dumps(value), **options)
+
+
+REFUSED = {
+    "(": Constraint("regex", "a(b"),
+    "look-around": Constraint("regex", "a(?=b)"),
+    "2000000000": Constraint("regex", "a{2000000000}"),
+    "300000": schema({"type": "string", "pattern": "^a{300000}$"}),
+    "nested": schema(nested(100)),
+    "no text": schema({"$ref": "#"}),
+    "uniqueItems": schema({"type": "array", "uniqueItems": True}),
+    "JSON": Constraint("json_schema", '{"type":'),
+    "NaN": Constraint("json_schema", '{"const": NaN}'),
+    "object or a boolean": schema([]),
+    "multipleOf": schema({"type": "integer", "multipleOf": 999983}),
+    "multiply": schema({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}),
+    "foo": Constraint("lark", "start: foo"),
+    "all different": Constraint("lark", 'start: %json {"multipleOf": 999983}'),
+    "list of at least": Constraint("choices", "[]"),
+    "choice 1": Constraint("choices", '["a", 3]'),
+    "surrogate": Constraint("choices", '["\\ud800"]'),
+    "date, datetime": Constraint("name", "nothing"),
+    "takes no source": Constraint("json_object", "{}"),
+    "empty text": Constraint("regex", "(b{0})"),
+    "constraint.max_chars": Constraint("text", max_chars=0),
+    "constraint.min_chars": Constraint("text", max_chars=3, min_chars=4),
+    "constraint.banned": Constraint("text", banned=("",)),
+    "its bounds": Constraint("choices", '["abc"]', banned=("a",)),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_refusals_name_what_is_wrong(said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler_of(spelling()).compile(REFUSED[said])
+    assert said in str(caught.value)
+    assert caught.value.field.split(".")[0] == "constraint"
+    assert caught.value.code == "invalid_request"
+    with pytest.raises(RequestError, match=r".") as again:
+        compiler_of(spelling()).compile(REFUSED[said])
+    assert (str(again.value), again.value.field) == (str(caught.value), caught.value.field)
+
+
+BOMBS = {
+    "repetitions": Constraint("regex", "(a{1,1000}b{1,1000}){1,1000}"),
+    "squared": Constraint("regex", "(a{1,800}){1,800}"),
+    "plus": Constraint("regex", "((((a+)+)+)+)+$"),
+    "oneOf": schema(alternatives(12)),
+    "deep": Constraint("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000),
+    "names": schema({"type": "object", "properties": {f"name_{i}": {} for i in range(20_000)}}),
+    "enum": schema({"enum": [f"string number {i}" for i in range(50_000)]}),
+    "megabyte": schema({"description": "x" * (1 << 20)}),
+    "patterns": schema(
+        {"allOf": [{"type": "string", "pattern": f"^.*{i}.*$"} for i in range(300)]}
+    ),
+    "divisors": schema({"properties": {f"p{i}": {"multipleOf": 997 - i} for i in range(30)}}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_case_19_hostile_sources_are_refused_or_work_and_others_step_on(name: str) -> None:
+    compiler = Compiler(spelling())
+    compiler.compile(SIX["date"])
+    counted = 0
+    stop = threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not stop.is_set():
+            counted += 1
+            time.sleep(0.001)
+
+    other = threading.Thread(target=count)
+    other.start()
+    try:
+        for _ in range(2):
+            try:
+                made = compiler.compile(BOMBS[name])
+                assert made.grammar.start().allowed().any()
+            except RequestError as error:
+                assert error.field == "constraint" and error.code == "invalid_request"
+    finally:
+        stop.set()
+        other.join()
+    assert counted, "another thread ran meanwhile"
+    # What either way became of it is kept: asking again compiles nothing.
+    assert BOMBS[name] in compiler._kept
+
+
+def test_a_process_that_was_ended_is_replaced() -> None:
+    hostile = schema({"type": "integer", "multipleOf": 999983})
+    assert "multipleOf" in str(_refusal(hostile))
+    source = LLMatcher.grammar_from_json_schema(hostile.source)
+    for _ in range(2):
+        assert "takes more than" in try_out(source, 0.2)
+        assert try_out(LLMatcher.grammar_from_regex("[a-z]+")) == ""
+
+
+def _refusal(constraint: Constraint) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        compiler_of(spelling()).compile(constraint)
+    return caught.value
+
+
+def test_who_waits_for_busy_threads_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(spelling(), within_s=0.05)
+    compiler.compile(Constraint("text"))
+    gate = threading.Event()
+    real = module.source_of
+
+    def slow(constraint: Constraint, marker: int | None) -> tuple[str, Any]:
+        gate.wait(10)
+        return real(constraint, marker)
+
+    monkeypatch.setattr(module, "source_of", slow)
+    with pytest.raises(RequestError, match="too many") as caught:
+        compiler.compile(SIX["choices"])
+    assert caught.value.code == "overloaded"
+    gate.set()
+    compiler._within_s = 10.0
+    assert compiler.compile(SIX["choices"]).grammar.start().allowed().any()
+
+
+def test_grammars_are_kept_within_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(spelling())
+    first = compiler.compile(SIX["date"])
+    assert compiler.compile(SIX["date"]) is first
+    monkeypatch.setattr(module, "KEPT_BYTES", 1 << 20)
+    for i in range(40):
+        compiler.compile(Constraint("regex", f"{i}[0-9]+"))
+        compiler.compile(SIX["simple json"])  # in use, so not the one to go
+    assert compiler.kept_bytes <= 1 << 20
+    assert compiler.compile(SIX["date"]) is not first
+    assert len(compiler._kept) < 20 and SIX["simple json"] in compiler._kept
+
+
+def test_bounds_share_the_grammar() -> None:
+    compiler = Compiler(spelling())
+    plain = compiler.compile(Constraint("regex", "[a-z]+"))
+    assert compiler.compile(Constraint("regex", "[a-z]+", max_chars=3)).grammar is plain.grammar
+
+
+def test_an_engine_refuses_what_it_can_not_enforce() -> None:
+    with pytest.raises(RequestError, match="no tokenizer"):
+        engine().validate(request([1, 2], constraint=SIX["date"]))
+    on = constrained()
+    with pytest.raises(RequestError, match="ignore_eos"):
+        on.validate(request([1, 2], constraint=SIX["date"], ignore_eos=True))
+    with pytest.raises(RequestError, match="look-around"):
+        on.submit(request([1, 2], constraint=Constraint("regex", "(?=a)")))
+    assert on.idle()
+
+
+def test_lenient_lists_what_is_ignored() -> None:
+    lenient = schema(
+        {"type": "array", "items": {"oneOf": [{"type": "number"}, {"minimum": 2}]},
+         "uniqueItems": True, "contains": {"const": 3}},
+        strict=False,
+    )  # fmt: skip
+    made = compiler_of(spelling()).compile(lenient)
+    assert {"uniqueItems", "contains", "oneOf"} <= set(made.grammar.ignored)
