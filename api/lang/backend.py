@@ -17,6 +17,8 @@ from spec_serve.client import Client
 from spec_serve.client.answers import GenerationEvent
 from spec_serve.lang.conversation import Question
 
+QUESTIONS = 64  # at once; a server reads so many texts of one socket, and more
+
 
 class Backend(Protocol):
     """Tokens for programs. All three raise what the client raises."""
@@ -45,12 +47,14 @@ class ClientBackend:
         self._client = client
         assert client.hello is not None, "the client is not connected"
         self._room = asyncio.Semaphore(client.hello.max_generations)
+        self._reading = asyncio.Semaphore(QUESTIONS)
 
     async def pieces(self, question: Question) -> list[list[int]]:
         """One round trip."""
-        return await self._client.tokenize(
-            text=question.text, turns=question.turns, begun=question.begun
-        )
+        async with self._reading:
+            return await self._client.tokenize(
+                text=question.text, turns=question.turns, begun=question.begun
+            )
 
     async def generate(
         self, token_ids: list[int], options: dict[str, Any]
