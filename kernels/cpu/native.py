@@ -60,7 +60,8 @@ class Model(Structure):
         ("intermediate", c_int32), ("heads", c_int32), ("kv_heads", c_int32),
         ("head_dim", c_int32), ("vocab", c_int32), ("planes", c_int32),
         ("activation", c_int32), ("eps", c_float), ("attention_scale", c_float),
-        ("attention_softcap", c_float), ("logit_softcap", c_float), ("embed_scale", c_float), ("norm", c_void_p), ("embedding", Matrix), ("head", Stack),
+        ("attention_softcap", c_float), ("logit_softcap", c_float), ("embed_scale", c_float),
+        ("norm", c_void_p), ("embedding", Matrix), ("head", Stack),
         ("rope", c_void_p), ("local_rope", c_void_p),
     ]  # fmt: skip
 
