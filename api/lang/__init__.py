@@ -19,7 +19,7 @@ from spec_serve.lang.parts import (
     system,
     user,
 )
-from spec_serve.lang.program import Const, Program, Result, parallel, program
+from spec_serve.lang.program import Const, On, Program, Result, parallel, program
 from spec_serve.lang.state import Branches, State, Value
 from spec_serve.lang.values import ValueParseError
 
@@ -35,6 +35,7 @@ __all__ = [
     "Event",
     "Graph",
     "Meta",
+    "On",
     "Program",
     "ProgramError",
     "Result",

@@ -1,4 +1,4 @@
-"""The worked example of docs/programs.md, as it stands there, on a small real model."""
+"""The worked examples of docs/programs.md, as they stand there, on a small real model."""
 
 from __future__ import annotations
 
@@ -49,17 +49,16 @@ def page() -> Iterator[str]:
             thread.join()
 
 
-def example() -> ss.Program:
-    code = DOCS.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+def example(number: int) -> dict[str, Any]:
+    """What the number-th block of code of the page defines."""
+    code = DOCS.read_text(encoding="utf-8").split("```python\n")[number].partition("```")[0]
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, str(DOCS), "exec"), names)
-    made = names["triage"]
-    assert isinstance(made, ss.Program)
-    return made
+    return names
 
 
 @pytest.mark.real_model
-def test_the_example_runs_both_ways() -> None:
+def test_the_examples_run() -> None:
     engine, tokenizer = build_engine(
         EngineOptions(target="smollm2-135m-instruct", max_rows=8, kv_tokens=4096)
     )
@@ -73,7 +72,9 @@ def test_the_example_runs_both_ways() -> None:
         try:
             with page() as notes:
                 async with Client(server.addresses()[0]) as client:
-                    await both(example(), notes, client)
+                    await both(example(1)["triage"], notes, client)
+                    await many(example(2), client)
+                    await acting(example(3)["agent"], client)
         finally:
             await server.close()
 
@@ -97,3 +98,27 @@ async def both(triage: ss.Program, notes: str, client: Client) -> None:
     (ids,) = await client.tokenize(turns=turns, begun=["First,"])
     by_hand = await client.complete(token_ids=ids, max_tokens=16, stop=["\n"])
     assert by_hand.text == told["step"]
+
+
+async def many(names: dict[str, Any], client: Client) -> None:
+    reviews = ["I love it, it works every day.", "It broke at once. A waste of money.", "Great!"]
+    found = await names["labels"](reviews, client)
+    assert set(found) <= {" good", " bad"} and found[0] == found[2] == " good"
+    classify = names["classify"]
+    assert found == [(await classify.arun(review, on=client)).value for review in reviews]
+
+
+async def acting(agent: ss.Program, client: Client) -> None:
+    question = "What is the capital?"
+    result = await agent.arun(question, on=client)
+    assert result.value
+    graph = await agent.acompile(on=client, partial=True)
+    again = await graph.arun(question, on=client)
+    assert again.value == result.value
+    assert await again.state.messages() == await result.state.messages()
+    with pytest.raises(ss.TraceError, match="a comparison depends"):
+        await agent.acompile(on=client)
+    assert {"role": "user", "content": "Found: The capital is Rome.\nGo on."} in (
+        await again.state.messages()
+    )
+    print(again.value)
