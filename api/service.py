@@ -65,6 +65,7 @@ class Service:
         self.draining = False
         self.shelf: Shelf[Any] = Shelf()  # sessions whose connections may come back
         self._pool = ThreadPoolExecutor(2, "tokenize")
+        self._grammars = ThreadPoolExecutor(4, "constraints")
 
     @property
     def ready(self) -> bool:
@@ -113,14 +114,27 @@ class Service:
                 deadline=deadline,
             )
             # `submit` checks again, but what is far too long is refused here, beside the loop.
-            self.link.validate(made.request)
-            # Here too where the engine is in another process, whose reader must not wait for it.
-            compile_for(made.request, compiler_of(self.tokenizer))
+            if made.request.constraint is None:
+                self.link.validate(made.request)
             return made
 
-        if wire.messages is None and size <= INLINE_CHARS and wire.constraint is None:
-            return work()
-        return await self.aside(work)
+        inline = wire.messages is None and size <= INLINE_CHARS
+        made = work() if inline else await self.aside(work)
+        if made.request.constraint is not None:
+            await self._compile(made)
+        return made
+
+    async def _compile(self, made: Prepared) -> None:
+        """Compile a request's constraint beside the texts of others, which don't wait for it.
+
+        Here too where the engine is in another process: its reader must not wait either.
+        """
+
+        def work() -> None:
+            compile_for(made.request, compiler_of(self.tokenizer))
+            self.link.validate(made.request)
+
+        await self.aside(work, self._grammars)
 
     def _size(self, wire: m.Generate) -> int:
         """Characters and ids to be read. Raises RequestError where text is far too long."""
@@ -140,9 +154,9 @@ class Service:
         others = len(wire.token_ids or ()) + len(wire.speculation.prediction or "")
         return sum(texts.values()) + others
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Run work in the pool. Raises RequestError when it takes too long."""
-        running = asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def aside(self, work: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
+        """Run work in a pool, the texts' by default. Raises RequestError when it takes too long."""
+        running = asyncio.get_running_loop().run_in_executor(pool or self._pool, work)
         try:
             return await asyncio.wait_for(running, PREPARE_S)
         except TimeoutError:
@@ -186,7 +200,8 @@ class Service:
     def close(self) -> None:
         """Let the pool go; what it still does is not waited for."""
         self.shelf.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._grammars):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _chars(message: m.ChatMessage) -> int:
