@@ -11,15 +11,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
 from spec_serve.api import messages as m
 from spec_serve.client import SyncClient, SyncGrpcClient
-from tests.servers import TRANSPORTS, Server, ask, refusal, start, strict
+from tests.api.tokens import TinyTokens
+from tests.servers import TRANSPORTS, Server, ask, from_status, refusal, start, strict
 from tests.tiny import write_tiny_model_dir
 
+TOKENS = TinyTokens()
 PROMPT = "the other the other"
 CHAT, TEXT, CLAUDE = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 ROOMY = ("--max-context", "1536")
@@ -274,3 +277,39 @@ def test_clients_pass_constraints_and_tools_on(server: Server, transport: str) -
             parallel_tool_calls=False,
         )  # fmt: skip
         assert answer.text.count("<tool_call>") == 1 and answer.constraint is not None
+
+
+def test_case_17_gateways_constraints_are_enforced(server: Server) -> None:
+    """vLLM's proto: each kind it has, streamed and not; what can't be is refused by name."""
+    vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
+    calls = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
+    lark, lark_fits = KINDS["lark"]
+    kinds: list[tuple[dict[str, Any], Any]] = [
+        ({"regex": "[0-9]{4}"}, re.compile("[0-9]{4}").fullmatch),
+        ({"json_schema": json.dumps(SCHEMA)}, fits_json),
+        ({"grammar": lark["source"]}, lark_fits),
+        ({"choice": vllm.ChoiceConstraint(choices=["yes", "no"])}, ("yes", "no").__contains__),
+        ({"json_object": True}, lambda text: text.startswith("{")),
+    ]
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = calls.VllmEngineStub(channel)
+
+        def said(stream: bool, **constraint: Any) -> str:
+            sampling = vllm.SamplingParams(max_tokens=300, **constraint)
+            request = vllm.GenerateRequest(text=PROMPT, sampling_params=sampling, stream=stream)
+            *_, last = stub.Generate(request, timeout=30)
+            return TOKENS.decode(last.complete.output_ids)
+
+        for stream in (False, True):
+            for constraint, fits in kinds:
+                assert fits(said(stream, **constraint)), constraint
+        refused: list[dict[str, Any]] = [
+            {"regex": "("}, {"json_schema": json.dumps(UNIQUE)}, {"grammar": "root ::= a"},
+            {"structural_tag": "{}"}, {"choice": vllm.ChoiceConstraint()},
+        ]  # fmt: skip
+        for constraint in refused:
+            with pytest.raises(grpc.RpcError) as caught:
+                said(False, **constraint)
+            code, field, told = from_status(caught.value)
+            assert (code, field) == ("invalid_request", f"sampling_params.{next(iter(constraint))}")
+            assert told.startswith(field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -132,6 +132,26 @@ def test_tools(echo_url: str) -> None:
             model="echo", messages=messages, tools=TOOLS, tool_choice="none"
         )
         assert none.choices[0].message.content == f"Looking it up.\n{CALL}\n{CALL}"
+
+
+def test_a_model_of_the_answer_is_kept(tiny_url: str) -> None:
+    """What `parse` sends for a class, streamed and not."""
+    pydantic = pytest.importorskip("pydantic")
+    fields: Any = {"colour": (Literal["red", "green"], ...), "sure": (bool, ...)}
+    form = pydantic.create_model("Found", **fields)
+    turns: Any = [{"role": "user", "content": "a"}]
+    with client(tiny_url) as api:
+        made = api.chat.completions.parse(model="tiny", messages=turns, response_format=form)
+        found = made.choices[0].message.parsed
+        assert found is not None and found.colour in ("red", "green")
+        with api.chat.completions.stream(
+            model="tiny", messages=turns, response_format=form
+        ) as stream:
+            final = stream.get_final_completion().choices[0].message
+        assert final.parsed == found
+        extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+        text = api.completions.create(model="tiny", prompt="a", extra_body=extra)
+        assert text.choices[0].text in ("yes", "no")
 
 
 def test_predictions_are_counted_and_change_nothing(tiny_url: str) -> None:
