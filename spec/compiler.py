@@ -54,11 +54,6 @@ class Compiler:
         self._bytes = 0
         self._running: dict[Constraint, Future[Compiled]] = {}
 
-    def warm(self) -> None:
-        """Begin to make the tokenizer's words, aside."""
-        with self._lock:
-            self._workers().submit(self._make_lexicon)
-
     def compile(self, constraint: Constraint) -> Compiled:
         """Waits for it, two seconds at most (longer for the very first). Raises RequestError."""
         check_bounds(constraint)
