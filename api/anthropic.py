@@ -13,7 +13,7 @@ import msgspec
 
 from spec_serve.api import anthropic_wire as w
 from spec_serve.api import messages as m
-from spec_serve.api.anthropic_convert import counted, generate, named, restated
+from spec_serve.api.anthropic_convert import FORM, counted, generate, named, restated
 from spec_serve.api.calls import Call, HttpError, Route
 from spec_serve.api.generation import Numbered, failure
 from spec_serve.api.openai_run import Run
@@ -34,7 +34,8 @@ def routes(service: Service) -> list[Route]:
     async def handle(call: Call) -> None:
         request = await call.json(w.Request)
         wire = generate(request)
-        async with Run(service, call, "msg", named) as run:
+        formed = FORM if request.output_config is not None else ""
+        async with Run(service, call, "msg", lambda error: named(error, formed)) as run:
             await run.start([wire])
             answer = _Answer(service, run, request, wire)
             if request.stream:

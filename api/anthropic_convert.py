@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from spec_serve.api import anthropic_wire as w
 from spec_serve.api import messages as m
 from spec_serve.api.calls import HttpError
+from spec_serve.api.parts import MAX_SOURCE_CHARS
 
 _BREAK = "\n"  # between blocks of text, and between turns of one role
 # Code -> Anthropic's type, and the status where it differs from ours.
@@ -27,6 +30,7 @@ _KINDS: dict[str, tuple[str, int | None]] = {
     "timeout": ("timeout_error", None),
     "engine_error": ("api_error", None),
 }
+FORM = "output_config.format"
 # Our name of a field -> the one on this wire.
 _NAMES = {"stop": "stop_sequences"}
 
@@ -51,10 +55,13 @@ def restated(error: HttpError) -> HttpError:
     return made
 
 
-def named(error: m.Error) -> HttpError:
-    """A failure from further in, under the name of the field that the client knows."""
+def named(error: m.Error, form: str = "") -> HttpError:
+    """A failure from further in, under the name of the field that the client knows.
+
+    form: what the constraint is called on this wire, if not so.
+    """
     field = error.param or ""
-    name = _name(field)
+    name = form if form and field.startswith("constraint") else _name(field)
     said = name + error.message.removeprefix(field) if name != field else error.message
     made = HttpError.of(error)
     made.message, made.param = said, name or None
@@ -89,7 +96,17 @@ def generate(request: w.Request) -> m.Generate:
     for name in ("cache_salt", "priority", "timeout_s"):
         if (value := getattr(request, name)) is not None:
             values[name] = value
+    form = request.output_config.format if request.output_config is not None else None
+    if form is not None:
+        if request.constraint is not None:
+            raise refused("constraint", f"does not go with {FORM}")
+        source = msgspec.json.encode(form.schema).decode()
+        if len(source) > MAX_SOURCE_CHARS:
+            raise refused(FORM, f"a schema may have at most {MAX_SOURCE_CHARS} characters")
+        values["constraint"] = {"kind": "json_schema", "source": source}
     made = _checked(values)
+    if request.constraint is not None:
+        made.constraint = request.constraint
     if request.speculation is not None:
         made.speculation = request.speculation
     return made

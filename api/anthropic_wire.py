@@ -88,6 +88,19 @@ class Thinking(m.Part):
     display: str | None = None
 
 
+class JsonFormat(m.Part):
+    """JSON that is valid under a schema; what of it can't be enforced is refused."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(m.Part):
+    """What the answer has to look like."""
+
+    format: JsonFormat | None = None
+
+
 class Counted(m.Part, kw_only=True):
     """What POST /v1/messages/count_tokens takes, and the first half of a message request."""
 
@@ -113,6 +126,8 @@ class Request(Counted, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
+    output_config: OutputConfig | None = None
+    constraint: m.Constraint | None = None
     seed: Annotated[int, Meta(ge=0, le=_INT64)] | None = None
     speculation: m.Speculation | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None

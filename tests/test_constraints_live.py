@@ -256,6 +256,23 @@ def test_anthropics_tools_must_be_called_too(server: Server) -> None:
         assert block["name"] in names and ARGUMENTS.is_valid(block["input"])
 
 
+def test_anthropics_output_format(server: Server) -> None:
+    def said(schema: Any, **more: Any) -> httpx.Response:
+        form = {"format": {"type": "json_schema", "schema": schema}}
+        return post(server, CLAUDE, {
+            "model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 400,
+            "output_config": form, **more,
+        })  # fmt: skip
+
+    (block,) = said(SCHEMA).json()["content"]
+    assert fits_json(block["text"])
+    for answer in (said(UNIQUE), said(SCHEMA, constraint={"kind": "json_object"})):
+        assert answer.status_code == 400
+    assert "output_config.format: " in said(UNIQUE).json()["error"]["message"]
+    short = said(SCHEMA, output_config=None, constraint={"kind": "choices", "source": '["yes"]'})
+    assert short.json()["content"][0]["text"] == "yes"
+
+
 @pytest.mark.parametrize("transport", ["socket", "grpc"])
 def test_clients_pass_constraints_and_tools_on(server: Server, transport: str) -> None:
     made = SyncClient(server.ws) if transport == "socket" else SyncGrpcClient(server.grpc)
