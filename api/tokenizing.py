@@ -28,7 +28,7 @@ async def tokenized(service: Service, asked: m.Tokenize, who: Principal) -> list
     parts = [*(asked.text or ()), *(asked.begun or ())]
     for turn in asked.turns or ():
         parts += turn.parts
-    size = sum(len(part) for part in parts if part is not None)
+    size = sum(1 if part is None else len(part) for part in parts) + len(asked.turns or ())
     context = service.link.info.max_context
     most = max(MOST_CHARS_PER_TOKEN * context, CHARS_ALWAYS)
     if size > most:

@@ -213,7 +213,7 @@ class Client:
     ) -> list[list[int]]:
         """Ids around generated tokens; fields as of messages.Tokenize.
 
-        Raises ServerError, ConnectionLost.
+        Raises ServerError, ConnectionLost, BadMessage for text no encoding has.
         """
         lists = [None if given is None else list(given) for given in (text, begun)]
         ask = f"t{next(self._ids)}"
@@ -227,6 +227,8 @@ class Client:
             except ConnectionLost:
                 if not self._resume or self._closed:
                     raise
+            except UnicodeEncodeError:
+                raise m.BadMessage("", "a text holds half a surrogate pair") from None
             finally:
                 self._asks.pop(ask, None)
                 answer.cancel()

@@ -63,7 +63,11 @@ class Program:
     @property
     def constants(self) -> frozenset[str]:
         """Parameters that are to be bound before compiling."""
-        hints = get_type_hints(self.fn, include_extras=True)
+        try:
+            hints = get_type_hints(self.fn, include_extras=True)
+        except NameError:  # annotations that name what only exists where the function was written
+            raw = getattr(self.fn, "__annotations__", {})
+            return frozenset(n for n in self.parameters if "Const[" in str(raw.get(n, "")))
         return frozenset(
             name for name in self.parameters
             if _CONST in getattr(hints.get(name), "__metadata__", ())

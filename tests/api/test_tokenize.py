@@ -77,11 +77,17 @@ def test_plain_text_is_text() -> None:
         ({"text": ["a"], "turns": []}, "exactly one"),
         ({"text": ["a"], "begun": []}, "begun"),
         ({"text": ["a" * 70_000]}, "characters"),
+        ({"turns": turns(*[("user", [None] * 4000)] * 20)}, "characters"),
     ],
 )
 def test_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ServerError, match=told):
         asked(**fields)
+
+
+def test_half_a_surrogate_pair_never_leaves() -> None:
+    with pytest.raises(m.BadMessage, match="surrogate"):
+        asked(turns=turns(("user", ["\ud800"])))
 
 
 def test_many_texts_at_once_and_json() -> None:

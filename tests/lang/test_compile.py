@@ -227,6 +227,20 @@ def test_what_cannot_be_traced_is_refused_with_its_line_or_cut() -> None:
     on_tiny(go)
 
 
+def test_constants_are_found_whatever_annotations_name() -> None:
+    class Local:
+        pass
+
+    @ss.program
+    async def local(s: ss.State, a: ss.Const[str], b: Local, c: int = 1) -> Local | None:
+        return None
+
+    assert local.constants == {"a"} and wide.constants == {"key"}
+    assert local.bind(a="x").parameters == ["a", "b", "c"]
+    with pytest.raises(TypeError, match="no parameter 'd'"):
+        local.bind(d=1)
+
+
 def test_a_graph_explains_and_draws_itself() -> None:
     async def go(client: Client) -> None:
         graph = await wide.bind(key="k").acompile(on=client)
