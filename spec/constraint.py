@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from time import perf_counter
 
 from spec_serve.draft.mix import Candidates
 from spec_serve.spec.bounds import Counted
@@ -19,6 +20,7 @@ from spec_serve.spec.validity import valid
 
 SOURCE = "grammar"  # name of the draft source: tokens there is no choice about
 WIDER = 2  # guesses looked at, as a multiple of those that may be verified
+WITHIN_S = 0.005  # for the masks of one choice's guesses; others wait meanwhile
 
 
 class Walk:
@@ -30,7 +32,7 @@ class Walk:
     """
 
     __slots__ = (
-        "_ended", "_children", "_counted", "_ends", "_known", "_matcher", "_nodes", "_root",
+        "_children", "_counted", "_ends", "_known", "_matcher", "_nodes", "_root", "_until",
         "compiled", "failed", "forced", "over", "tokens",
     )  # fmt: skip
 
@@ -50,7 +52,7 @@ class Walk:
         self._root: Mask | None = None
         self._nodes: dict[int, Mask | None] = {}  # by candidate
         self._children: dict[tuple[int, int], int] = {}
-        self._ended = False
+        self._until = 0.0
         self.tokens: list[int] = []
         self.over = False
         self.failed = ""
@@ -67,7 +69,6 @@ class Walk:
             if mask is not None and _single(mask):
                 self.forced += 1
             if token in self._known:
-                self._ended = True
                 self.over = True
                 return count
             self.tokens.append(token)
@@ -146,9 +147,11 @@ class Walk:
         return self._matcher.copy().forced()[:most]
 
     def prune(self, guesses: Candidates, limit: int, deepest: int) -> Candidates:
-        """What of the guesses may follow, the likeliest ones first looked at, each with a mask.
+        """What of the guesses may follow, each with a mask; where a path of them leads to tokens
+        there is no choice about, these are added.
 
-        Where a path of guesses leads to tokens there is no choice about, these are added.
+        limit: guesses that may be verified. deepest: how deep tokens are added. A grammar whose
+        masks take long leaves some guesses unlooked at, which are dropped.
         """
         kept = Candidates()
         self._nodes, self._children = {}, kept.children
@@ -158,6 +161,7 @@ class Walk:
         for i in guesses.order()[: WIDER * limit]:
             below.setdefault(guesses.parents[i], []).append(i)
         matcher = self._matcher.copy()
+        self._until = perf_counter() + WITHIN_S
         with suppress(MatchError):  # the copy gave up; what was found before holds
             self._descend(matcher, self._counted, self._root, -1, -1, guesses, below, kept, deepest)
         kept.settle()
@@ -172,6 +176,8 @@ class Walk:
             token = guesses.tokens[i]
             if not _holds(mask, token):
                 continue
+            if perf_counter() > self._until:
+                return
             if token in self._known:
                 self._nodes[kept.put(new, token, guesses.chance[i], guesses.kinds[i])] = None
                 continue
@@ -195,6 +201,8 @@ class Walk:
         matcher, bounds = matcher.copy(), self.compiled.bounds
         mask = self._nodes[at]
         for token in matcher.forced():
+            if perf_counter() > self._until:
+                return
             if kept.depths[at] >= deepest or mask is None or not _holds(mask, token):
                 return
             if token in self._known or not matcher.advance(token):

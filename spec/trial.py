@@ -31,7 +31,7 @@ AT_ONCE = 2
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,

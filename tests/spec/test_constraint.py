@@ -10,6 +10,7 @@ import pytest
 
 from spec_serve.draft.budget import Calibration
 from spec_serve.draft.mix import Candidates
+from spec_serve.spec import constraint as constraint_module
 from spec_serve.spec.compiler import compiler_of
 from spec_serve.spec.constraint import Walk, _holds, _single
 from spec_serve.spec.grammar import Matcher
@@ -20,6 +21,12 @@ from tests.grammars import NESTED, SIX, constrained, spelling, text
 EOS = tuple(sorted(spelling().eos_ids))
 PROMPT = prompts(1, 20, 24, seed=5)[0]
 ORDER = '{"name_of_person":"Zoe","tags":["red","blue"],"place":{"x":12}}'
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at must not depend on how busy this machine is."""
+    monkeypatch.setattr(constraint_module, "WITHIN_S", 60.0)
 
 
 def walk(constraint: Constraint) -> Walk:
@@ -210,6 +217,18 @@ def test_limits_met_by_a_guess_end_nobody() -> None:
     kept = on.prune(tree([ids("d12"), ids("d of")]), 16, 0)
     assert "d1" not in "".join(text(list(_path(kept, i))) for i in range(len(kept)))
     assert not on.failed
+
+
+def test_masks_that_take_long_cost_guesses_not_others_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constraint_module, "WITHIN_S", -1.0)
+    on = constrained("near", depth=4, width=2)
+    asked = request(PROMPT, 60, constraint=SIX["nested json"], eos=EOS)
+    (done,) = run(on, asked)
+    assert sum(step.drafted for step in done.steps) == 0
+    (off,) = run(constrained(), asked)
+    assert done.tokens == off.tokens
 
 
 # ---- bounds
