@@ -23,14 +23,21 @@ def tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def tiny_server(kind: str = "lookup") -> AsyncIterator[str]:
-    """The address of its WebSocket. kind: of the drafts."""
+async def running(kind: str = "lookup") -> AsyncIterator[Server]:
+    """The server. kind: of the drafts."""
     settings = ServeSettings(
         port=0, grpc_port=None, model_name="tiny", drain_s=5.0, generation_config={}
     )
     server = Server(engine(kind, spelling=tokenizer()), tokenizer(), settings)
     try:
         await server.start()
-        yield server.addresses()[0]
+        yield server
     finally:
         await server.close()
+
+
+@asynccontextmanager
+async def tiny_server(kind: str = "lookup") -> AsyncIterator[str]:
+    """The address of its WebSocket."""
+    async with running(kind) as server:
+        yield server.addresses()[0]
