@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from spec_serve.api import anthropic_wire as w
 from spec_serve.api import messages as m
 from spec_serve.api.anthropic_convert import FORM, counted, generate, named, restated
 from spec_serve.api.calls import Call, HttpError, Route
 from spec_serve.api.generation import Numbered, failure
+from spec_serve.api.openai_forms import told
 from spec_serve.api.openai_run import Run
 from spec_serve.api.service import Service
 from spec_serve.api.tool_calls import Piece, TextPiece, ToolParser
@@ -157,13 +159,17 @@ class _Answer:
             yield w.BlockStop(self._index)
 
     def _ending(self, finished: m.Finished) -> w.Ending:
+        reason, matched = self._reason(finished), None
+        if reason == "stop_sequence" and isinstance(finished.matched, str):
+            matched = finished.matched
+        return w.Ending(reason, matched, told(finished) or UNSET)
+
+    def _reason(self, finished: m.Finished) -> w.StopReason:
         if finished.reason == "length":
-            return w.Ending("max_tokens", None)
+            return "max_tokens"
         if self._parser is not None and self._parser.called:
-            return w.Ending("tool_use", None)
-        if isinstance(finished.matched, str):
-            return w.Ending("stop_sequence", finished.matched)
-        return w.Ending("end_turn", None)
+            return "tool_use"
+        return "stop_sequence" if isinstance(finished.matched, str) else "end_turn"
 
     # ---- whole
 
@@ -197,6 +203,7 @@ class _Answer:
             _usage(finished),
             stop_reason=ending.stop_reason,
             stop_sequence=ending.stop_sequence,
+            constraint=ending.constraint,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from spec_serve.api import messages as m
+from spec_serve.api.openai_forms import Constrained
 
 _INT64 = 2**63 - 1
 MAX_TOOLS = 128
@@ -165,7 +166,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class Message(Struct, tag_field="type", tag="message"):
-    """A whole answer, or its head in a stream."""
+    """A whole answer, or its head in a stream. constraint: what became of it, if there was one."""
 
     id: str
     model: str
@@ -174,6 +175,7 @@ class Message(Struct, tag_field="type", tag="message"):
     role: str = "assistant"
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
+    constraint: Constrained | UnsetType = UNSET
 
 
 class TextDelta(Struct, tag_field="type", tag="text_delta"):
@@ -193,6 +195,7 @@ class Ending(Struct):
 
     stop_reason: StopReason
     stop_sequence: str | None
+    constraint: Constrained | UnsetType = UNSET
 
 
 class Start(Struct, tag_field="type", tag="message_start"):

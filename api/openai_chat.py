@@ -16,8 +16,8 @@ from spec_serve.api import openai_logprobs as scores
 from spec_serve.api import openai_wire as w
 from spec_serve.api.calls import Call, Route
 from spec_serve.api.generation import Numbered
-from spec_serve.api.openai_constraint import told
 from spec_serve.api.openai_convert import Asked, chat
+from spec_serve.api.openai_forms import told
 from spec_serve.api.openai_run import Run
 from spec_serve.api.openai_stream import head, matched, reason, send
 from spec_serve.api.openai_usage import Clock, Totals

@@ -14,8 +14,8 @@ from spec_serve.api import messages as m
 from spec_serve.api import openai_wire as w
 from spec_serve.api.calls import Call, Route
 from spec_serve.api.generation import Numbered
-from spec_serve.api.openai_constraint import told
 from spec_serve.api.openai_convert import Asked, completions
+from spec_serve.api.openai_forms import told
 from spec_serve.api.openai_logprobs import TextScores, joined
 from spec_serve.api.openai_logprobs import prompt as prompt_scores
 from spec_serve.api.openai_run import Run

@@ -110,11 +110,3 @@ def _guided(field: str, kind: str, value: Any) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def told(finished: m.Finished) -> f.Constrained | None:
-    """What the answer tells of a choice's constraint."""
-    found = finished.constraint
-    if found is None:
-        return None
-    return f.Constrained(found.complete, found.ignored, found.schema_valid, found.forced)

@@ -52,3 +52,11 @@ class Constrained(Struct):
     ignored: list[str]
     schema_valid: bool | None
     forced: int
+
+
+def told(finished: m.Finished) -> Constrained | None:
+    """What the answer tells of a choice's constraint."""
+    found = finished.constraint
+    if found is None:
+        return None
+    return Constrained(found.complete, found.ignored, found.schema_valid, found.forced)

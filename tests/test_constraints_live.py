@@ -264,8 +264,13 @@ def test_anthropics_output_format(server: Server) -> None:
             "output_config": form, **more,
         })  # fmt: skip
 
-    (block,) = said(SCHEMA).json()["content"]
-    assert fits_json(block["text"])
+    whole = said(SCHEMA).json()
+    (block,) = whole["content"]
+    assert fits_json(block["text"]) and whole["constraint"]["complete"]
+    streamed = [strict(line.removeprefix("data: ")) for line in
+                said(SCHEMA, stream=True).text.splitlines() if line.startswith("data: ")]
+    (ending,) = [one["delta"] for one in streamed if one["type"] == "message_delta"]
+    assert ending["constraint"] == whole["constraint"]
     for answer in (said(UNIQUE), said(SCHEMA, constraint={"kind": "json_object"})):
         assert answer.status_code == 400
     assert "output_config.format: " in said(UNIQUE).json()["error"]["message"]

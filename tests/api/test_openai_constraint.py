@@ -11,8 +11,8 @@ import pytest
 from spec_serve.api import messages as m
 from spec_serve.api import openai_wire as w
 from spec_serve.api.calls import HttpError
-from spec_serve.api.openai_constraint import told
 from spec_serve.api.openai_convert import chat, completions
+from spec_serve.api.openai_forms import told
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["ä"]}}}
 TEXT = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
