@@ -98,9 +98,11 @@ def _from_schema(schema: Any, constraint: Constraint) -> str:
     if not isinstance(schema, (dict, bool)):
         raise refused("a schema must be an object or a boolean")
     check_schema(schema)
-    options: dict[str, Any] = dict(_OF_JSON[constraint.whitespace])
-    if not constraint.strict:
-        options |= {"lenient": True, "coerce_one_of": True}
+    # Said either way, as a schema could say it itself.
+    loose = not constraint.strict
+    options: dict[str, Any] = {
+        **_OF_JSON[constraint.whitespace], "lenient": loose, "coerce_one_of": loose
+    }  # fmt: skip
     if schema is False:
         raise refused("no text fits it")
     given = {} if schema is True else schema
