@@ -372,8 +372,8 @@ class Engine:
         if taken < len(new):
             del new[taken:]
             path = path[:taken]
-        drafted = len(tokens) - given
-        accepted = len(path)
+        guessed = len(tokens) > given and not row.request.continuations
+        drafted, accepted = (len(tokens) - given, len(path)) if guessed else (0, 0)
         self.builder.commit(row, twig, path, job, b)
         row.device_tree = result.trees.get(b)
         if row.first_token == 0.0:

@@ -70,9 +70,9 @@ def step_record(
     host_us: int,
     told: Guessed,
 ) -> StepRecord:
-    """Twig `b` of a job; told: by whom it was guessed."""
+    """Twig `b` of a job; told: by whom it was guessed. Continuations are no guesses."""
     tree = job.twigs[b].tree
-    given = tree.given
+    given = len(tree.tokens) if row.request.continuations else tree.given
     return StepRecord(
         row.steps, len(tree.tokens) - given, accepted, told[0],
         result.draft_us, result.verify_us, host_us, len(job.twigs),

@@ -50,6 +50,8 @@ def test_scores_are_those_of_each_text_alone(kind: str, family: str) -> None:
         done = scored(made, prompt, texts)
         (plain,) = made.generate([request(prompt, 1)])
         assert done.tokens == plain.tokens, "what is chosen does not depend on what is scored"
+        (step,) = done.steps
+        assert (step.drafted, step.accepted, step.tree_tokens) == (0, 0, [])
         told = [one.logprob for one in done.prompt_logprobs]
         assert [one.token for one in done.prompt_logprobs] == [t for text in texts for t in text]
         at = 0
