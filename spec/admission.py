@@ -84,6 +84,8 @@ def _continuations(request: Request, info: EngineInfo, limits: Limits) -> None:
         raise RequestError(name, "can't be scored together with prompt_logprobs or several choices")
     if request.stopping.max_tokens != 1:
         raise RequestError(name, "are scored with max_tokens 1 only")
+    if request.constraint is not None:
+        raise RequestError(name, "are scored as they are, which a constraint contradicts")
     if len(request.prompt) + max(map(len, wanted)) >= capacity(info):
         told = f"prompt and continuation have more tokens than the {capacity(info)} that are held"
         raise RequestError(name, told, "context_length_exceeded")

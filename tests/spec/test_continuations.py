@@ -9,7 +9,7 @@ import pytest
 
 from spec_serve.cache.tree import TokenTree
 from spec_serve.spec.continuations import tree_of
-from spec_serve.spec.request import RequestError
+from spec_serve.spec.request import Constraint, RequestError
 from tests.engines import engine, request
 
 PROMPT = [5, 9, 200, 31, 7, 7, 80]
@@ -84,6 +84,7 @@ def test_beside_other_rows_and_with_little_room() -> None:
         ([(9999,)], {}, "9999"),
         ([(1,)], {"prompt_logprobs": 0}, "together with prompt_logprobs"),
         ([(1,)], {"n": 2}, "several choices"),
+        ([(1,)], {"constraint": Constraint("regex", "a")}, "which a constraint contradicts"),
         ([(1,) * 1000], {}, "that are held"),
     ],
 )
