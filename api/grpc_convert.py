@@ -60,6 +60,8 @@ _FIELDS = {
 
 def proto_field(name: str) -> str:
     """The name of a field in the proto: stop[2] -> stop.strings[2]."""
+    if name.startswith("constraint.source"):
+        return "constraint"  # the field of its kind
     head = name.partition(".")[0].partition("[")[0]
     return _FIELDS.get(head, head) + name[len(head) :]
 
