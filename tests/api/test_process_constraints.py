@@ -10,7 +10,7 @@ from tests.grammars import SIX, constrained, spelling
 
 def test_what_arrives_is_what_was_asked() -> None:
     eos = tuple(sorted(spelling().eos_ids))
-    asked = request([5, 6, 7], 60, constraint=SIX["nested json"], eos=eos)
+    asked = request([5, 6, 7], 120, constraint=SIX["nested json"], eos=eos)
     (here,) = run(constrained(), asked)
     sent = p.for_engine(p.encode(p.to_submit(1, asked)))
     assert isinstance(sent, p.Submit)
