@@ -160,3 +160,13 @@ def stored(page: Page) -> Any:
           };
         })"""
     )
+
+
+def kept(page: Page) -> None:
+    """Wait until the browser's store holds all that was answered, before the page is left."""
+    for _ in range(WAIT_MS // 50):
+        held = stored(page)
+        if held and all(state != "writing" for *_, state, _text in held):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"still unsaved: {stored(page)}")

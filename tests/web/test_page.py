@@ -11,7 +11,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.web.browser import Reader, answers, done, say, stored
+from tests.web.browser import Reader, answers, done, kept, say, stored
 from tests.web.texts import long_text
 
 
@@ -128,6 +128,7 @@ def test_earlier_turns_and_the_system_prompt_are_sent(reader: Reader) -> None:
     expect(answers(page).nth(1).locator(".body")).to_have_text(
         "system: Be brief.; user: one; assistant: one; user: history?"
     )
+    kept(page)
     page.reload()
     page.get_by_role("button", name="Settings").click()
     expect(page.get_by_label("System prompt of this conversation")).to_have_value("Be brief.")
@@ -142,6 +143,7 @@ def test_conversations_are_kept_renamed_and_deleted(reader: Reader) -> None:
     expect(page.locator(".message")).to_have_count(0)
     say(page, "the second one")
     done(page)
+    kept(page)
     page.reload()
     expect(page.locator(".message .body")).to_have_text(["the second one", "the second one"])
     page.locator(".chat-name", has_text="the first one").click()

@@ -11,7 +11,16 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, expect
 
-from tests.web.browser import PageServer, Reader, answers, done, page_server, say, stored
+from tests.web.browser import (
+    PageServer,
+    Reader,
+    answers,
+    done,
+    kept,
+    page_server,
+    say,
+    stored,
+)
 from tests.web.texts import long_text
 
 
@@ -197,9 +206,10 @@ def test_hostile_text_does_nothing(reader: Reader) -> None:
     page = reader.open()
     say(page, "\n\n".join(HOSTILE))
     done(page)
+    body = answers(page).locator(".body")
+    expect(body.locator("a[href]").first).to_be_attached(timeout=30_000)  # drawn to the end
     page.wait_for_timeout(200)
     assert page.title().endswith("spec-serve") and "owned" not in page.title().split("=")[0]
-    body = answers(page).locator(".body")
     kinds = body.evaluate("e => [...new Set([...e.querySelectorAll('*')].map(n => n.localName))]")
     assert not set(kinds) & {"img", "script", "svg", "iframe", "style", "link", "form", "math"}
     names = body.evaluate(
@@ -243,6 +253,7 @@ def test_a_key_is_asked_for_and_not_kept(chromium: Browser) -> None:
         expect(page.locator("#model")).to_have_text("echo")
         say(page, "hello")
         done(page)
+        kept(page)
         page.reload()
         expect(page.locator("#model")).to_have_text("echo")
         assert "the-right-key-of-many" not in page.evaluate("JSON.stringify(localStorage)")
