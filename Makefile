@@ -10,8 +10,9 @@ ARGS  ?=
 EXTRAS ?=
 # Which tests, for example TESTS="tests/spec -k verify"
 TESTS ?=
-# Test processes. Files are the unit, as fixtures of a module are expensive.
-JOBS  ?= 2
+# Test processes, more than cores: many tests wait. Files are the unit, as fixtures of a module are
+# expensive.
+JOBS  ?= 3
 
 VENV   := .venv
 BIN    := $(VENV)/bin
