@@ -51,7 +51,8 @@ def pick_threads(device: TorchDevice) -> int:
     """Keep torch's threads if they make a step of one node quicker than one thread does.
 
     For a tiny model they never do, and where other programs keep the cores busy, waiting for each
-    other costs threads many times what they gain. Returns the number now in force.
+    other costs threads many times what they gain. Compiled models choose by themselves, at every
+    step; they only take torch's threads away. Returns the number now in force.
     """
     threads = torch.get_num_threads()
     model = device.model
