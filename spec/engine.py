@@ -19,22 +19,14 @@ from spec_serve.cache.store import KVStore
 from spec_serve.spec import report
 from spec_serve.spec.admission import EngineInfo, Limits, check_request
 from spec_serve.spec.build import Builder
+from spec_serve.spec.commit import commit_row
 from spec_serve.spec.compiler import Compiler, compile_for
 from spec_serve.spec.completion import Completion, collect
-from spec_serve.spec.request import (
-    Delta,
-    Event,
-    Finished,
-    PromptScored,
-    Reason,
-    Request,
-    RequestError,
-    Started,
-)
+from spec_serve.spec.request import Event, Finished, Reason, Request, RequestError, Started
 from spec_serve.spec.row import Row, make_rows
 from spec_serve.spec.scheduler import Scheduler
 from spec_serve.spec.stats import EngineStats
-from spec_serve.spec.step import Device, Job, Result, Scored
+from spec_serve.spec.step import Device, Job, Result
 
 log = logging.getLogger("spec_serve.engine")
 
@@ -351,57 +343,12 @@ class Engine:
     def _commit_row(
         self, row: Row, b: int, job: Job, result: Result, now: float, host_us: int
     ) -> None:
-        path, bonus = result.paths[b], result.bonus[b]
-        twig = job.twigs[b]
-        tree = twig.tree
-        tokens = tree.tokens
-        given = tree.given
-        goes_on = job.next_tokens[b] >= 0
-        if not row.scored or row.request.continuations:
-            self._prompt_scores(row, result.prompt.get(b), not goes_on)
-        if goes_on:  # a prompt chunk: nothing was chosen
-            self.builder.commit(row, twig, [], job, b)
-            return
-        new = [tokens[node] for node in path]
-        new.append(bonus)
-        if len(tokens) > given:
-            row.learn(self.builder.calibration, path, given)
-        if row.sources:
-            row.follow(self.builder.calibration, new)
-        taken, reason, matched = row.accept(new)
-        if taken < len(new):
-            del new[taken:]
-            path = path[:taken]
-        guessed = len(tokens) > given and not row.request.continuations
-        drafted, accepted = (len(tokens) - given, len(path)) if guessed else (0, 0)
-        self.builder.commit(row, twig, path, job, b)
-        row.device_tree = result.trees.get(b)
-        if row.first_token == 0.0:
-            row.first_token = now
-        row.last_token = now
-        row.steps += 1
-        stats = self._stats
-        stats.tokens_out += taken
-        stats.drafted += drafted
-        stats.accepted += accepted
-        lps = None
-        if row.request.logprobs is not None:
-            lps = report.logprobs(result.logprobs.get(b, []), taken)
-        told = self.builder.sources(row, path, given) if drafted else report.NOT_GUESSED
-        record = report.step_record(row, job, b, result, accepted, host_us, told)
-        self._events.append(Delta(row.request, row.index, new, lps, record))
-        if reason is not None:
-            self._finish(row, reason, matched)
-            return
-        if not row.shared:
+        tell = self._events.append
+        ended = commit_row(row, b, job, result, self.builder, self._stats, tell, now, host_us)
+        if ended is not None:
+            self._finish(row, *ended)
+        elif job.next_tokens[b] < 0 and not row.shared:
             self.builder.share(row)
-
-    def _prompt_scores(self, row: Row, scored: Scored | None, last: bool) -> None:
-        row.prompt_scored += report.logprobs(scored or [])
-        if last:
-            row.scored = True
-            self._events.append(PromptScored(row.request, row.index, row.prompt_scored))
-            row.prompt_scored = []
 
     def _finish(
         self,
@@ -446,4 +393,3 @@ class Engine:
     def _fail(self, row: Row) -> None:
         error = RequestError("", FAILED, "engine_error")
         self._finish(row, "error", None, error)
-

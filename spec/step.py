@@ -306,9 +306,7 @@ class TorchDevice:
             at = [logit_of[node_ptr[b] + node] for node in range(len(tokens))]
             result.prompt[b] = _scored(logits, at, tokens, top)
 
-    def _score_continued(
-        self, job: Job, batch: TreeBatch, logits: Tensor, result: Result
-    ) -> None:
+    def _score_continued(self, job: Job, batch: TreeBatch, logits: Tensor, result: Result) -> None:
         """Log-probabilities of each chain's tokens, one chain after the other."""
         logit_of, node_ptr = batch.logit_of.tolist(), batch.node_ptr.tolist()
         for b, chains in job.continued:
