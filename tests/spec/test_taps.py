@@ -16,20 +16,24 @@ from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool, KVSpec, LayerKV
 from spec_serve.cache.tree import chain
 from spec_serve.draft.base import Noise, Plan, Seen, Trees
+from spec_serve.kernels.cpu.attention import NativeAttention
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.spec.request import Speculation
+from spec_serve.target.model import Model
+from spec_serve.target.native import NativeTransformer, load_native
 from tests.engines import engine, prompts, request, run, target, tokens
+from tests.tiny import tiny_checkpoint
 
 TAPS = (1, 3)
 
 
-def forward(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+def forward(ids: Sequence[int], model: Model) -> tuple[Tensor, Tensor]:
     """Taps [n, 2H] and logits [n, V] of a plain forward."""
-    model = target()
     n = len(ids)
     pool = KVPool(model.kv_specs, n, 1, n)
     batch = build_batch([Twig(0, 0, chain(ids), range(1, n + 1), 0)])
-    plan = TorchAttention().plan(batch, pool.table)
+    attention = NativeAttention() if isinstance(model, NativeTransformer) else TorchAttention()
+    plan = attention.plan(batch, pool.table)  # type: ignore[attr-defined]
     out = model.forward(batch, pool.layers, plan, TAPS)
     assert out.taps is not None
     return out.taps, out.logits
@@ -42,7 +46,10 @@ class Archivist:
     kv_specs = (KVSpec(2, 64, torch.float32),)
     taps = TAPS
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model | None = None) -> None:
+        """model: compiled, whose taps must be the same to the last bit."""
+        self.model = model or target()
+        self.tolerance = 1e-4 if model is None else 0.0
         self.checked = 0
 
     def bind(self, layers: Sequence[LayerKV], table: Tensor) -> None:
@@ -60,14 +67,16 @@ class Archivist:
             slots = self.table[batch.row_ids[b], :length]
             ids = self.kv.v[slots, 0, 0].long().tolist()
             assert ids[-1] == int(batch.tokens[seen.last[b]])
-            expected, logits = forward(ids)
+            expected, logits = forward(ids, self.model)
             found = self.kv.k[slots].view(length, 128)
-            torch.testing.assert_close(found[1:], expected[:-1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                found[1:], expected[:-1], atol=self.tolerance, rtol=self.tolerance
+            )
             self.checked += length
             guess: list[int] = []
             for _ in range(plan.depth):
                 guess.append(int(logits[-1].argmax()))
-                _, logits = forward(ids + guess)
+                _, logits = forward(ids + guess, self.model)
             guesses.append(guess)
         if not plan.nodes:
             return None
@@ -91,6 +100,19 @@ def test_every_token_is_seen_with_its_feature() -> None:
         assert all(step.accepted == step.drafted for step in done.steps[:-1])
     assert done.usage.cached_tokens > 0
     assert drafter.checked > 500
+
+
+def test_the_compiled_targets_features_are_the_same_bits_however_a_token_was_computed() -> None:
+    model = load_native(tiny_checkpoint("llama"), 1, "q8_0")
+    drafter = Archivist(model)
+    on = engine("none", model=model, draft=drafter, depth=3, step_tokens=16)  # type: ignore[arg-type]
+    plain = engine(model=model)  # type: ignore[arg-type]
+    one, other = prompts(2, 20, 30, seed=4)
+    for prompt in (one, one, one + other):
+        (done,) = run(on, request(prompt, 10))
+        assert done.tokens == tokens(plain, prompt, 10)
+        assert all(step.accepted == step.drafted for step in done.steps[:-1])
+    assert drafter.checked > 200
 
 
 @pytest.mark.parametrize("kv_tokens", [4096, 130])

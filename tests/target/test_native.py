@@ -99,6 +99,23 @@ def test_token_by_token_gives_the_same_bits(family: str) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+def test_taps_have_the_same_bits_in_any_company() -> None:
+    taps = (0, 3, 1)
+    model = compiled("llama", threads=2)
+    _, whole = Run(model).prompt(TOKENS, taps)
+    step = Run(model)
+    parts = []
+    for i, token in enumerate(TOKENS):  # each with another guess beside the next token
+        tree = TokenTree([token, 7, TOKENS[(i + 1) % len(TOKENS)]], [-1, 0, 0], given=1)
+        _, tapped = step(i, tree, [i + 1, 300, 301], taps)
+        assert tapped is not None and whole is not None
+        parts.append(tapped[0])
+        if i + 1 < len(TOKENS):
+            assert torch.equal(tapped[2], whole[i + 1])
+        step.pool.assign(0, i, [i + 1])
+    assert torch.equal(torch.stack(parts), whole)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trees_paths_have_the_bits_of_chains(family: str) -> None:
     model = compiled(family)
