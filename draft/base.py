@@ -27,12 +27,14 @@ class Seen:
     last: [B] node index (among the batch's nodes) of each row's newest token.
     length: [B] tokens of the row, the newest one included.
     taps: [N, taps * H] the target's tapped features of each node's *predecessor*, or None.
+    begins: some chain may start at position 0 (known on the host).
     """
 
     batch: TreeBatch
     last: Tensor
     length: Tensor
     taps: Tensor | None
+    begins: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,12 @@ class Plan:
 class Noise(Protocol):
     """Position-keyed Gumbel noise of the drafting rows, the same the target will use."""
 
-    def add(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def add(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ids: Tensor | None = None
+    ) -> Tensor:
         """Scale logits [K, V] by each row's temperature and add its noise for the token at
         `positions` [K]; rows [K] index the drafting rows 0..B-1. Greedy rows stay as they are.
-        token id v of the logits is the target's id v."""
+        ids: [V] the target's id of each column, None = 0..V-1."""
         ...
 
 

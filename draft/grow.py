@@ -34,14 +34,15 @@ def grow(
     plan: Plan,
     noise: Noise,
     forward: Forward,
+    ids: Tensor | None = None,
 ) -> Trees:
     """Grow one tree per row below its newest token.
 
-    logits: [B, V] the draft's for each row's next token, ids in the target's numbering (-inf = not
-    in the draft's vocabulary). state: [B, H] features fed back to the draft, or None. grants:
-    [B, >= depth-1 * width] slots for expanded nodes. forward: runs the draft on a batch of nodes
-    with the features of their parents' outputs ([N, H] or None) and returns (logits [N, V],
-    features [N, H] or None).
+    logits: [B, V] the draft's for each row's next token. state: [B, H] features fed back to the
+    draft, or None. grants: [B, >= depth-1 * width] slots for expanded nodes. forward: runs the
+    draft on a batch of nodes with the features of their parents' outputs ([N, H] or None) and
+    returns (logits [N, V], features [N, H] or None). ids: [V] the target's id of each of the
+    draft's, None = the same.
     """
     rows, device = logits.shape[0], logits.device
     width = min(plan.width, logits.shape[1])
@@ -50,9 +51,9 @@ def grow(
 
     def children(scores: Tensor, at: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Top `width` children of each of K nodes: ids and log-probabilities, [K, width]."""
-        noisy = noise.add(scores, at, seen.length[at] + depth - 1)
+        noisy = noise.add(scores, at, seen.length[at] + depth - 1, ids)
         value, token = noisy.topk(width, dim=-1)
-        return token, value - noisy.logsumexp(-1, keepdim=True)
+        return token if ids is None else ids[token], value - noisy.logsumexp(-1, keepdim=True)
 
     token, score = children(logits, row_index, 1)  # [B, k]
     tokens, scores = [token], [score]

@@ -103,19 +103,25 @@ class RowNoise:
         self._seeds, temperature = buffer.send(torch.device(device))
         self._temperature = temperature.view(torch.float64)
 
-    def add(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def add(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ids: Tensor | None = None
+    ) -> Tensor:
         """logits [K, V] of rows [K] for the tokens at `positions` [K]: scaled and with noise.
 
-        Returns float32 (the input itself if every row is greedy)."""
+        ids: [V] token of each column, None = 0..V-1. Returns float32 (the input itself if every
+        row is greedy)."""
         if not self._any:
             return logits
         x = logits.to(torch.float32)
         temperature, seeds = self._temperature[rows], self._seeds[rows]
-        if x.device.type == "cpu" and x.shape[1] >= _WIDE:
+        if ids is None and x.device.type == "cpu" and x.shape[1] >= _WIDE:
             return _with_noise(x, temperature, host_noise(seeds, positions))
         warm = temperature[:, None] > 0
         noisy = scaled(x, temperature.where(warm[:, 0], 1.0))
-        noisy += gumbel(seeds, positions, x.shape[1])
+        if ids is None:
+            noisy += gumbel(seeds, positions, x.shape[1])
+        else:
+            noisy += gumbel_of(seeds, positions, ids.expand(x.shape[0], -1))
         return noisy if self._all else torch.where(warm, noisy, x)
 
 

@@ -218,7 +218,8 @@ class TorchDevice:
         features = None
         if taps is not None:
             features = self._features(job, batch, verdict, chain, taps)
-        return Seen(seen, at, length, features)
+        begins = any(row.start == 0 for row in job.drafting)
+        return Seen(seen, at, length, features, begins)
 
     def _features(
         self, job: Job, batch: TreeBatch, verdict: Verdict, chain: TreeBatch, taps: Tensor

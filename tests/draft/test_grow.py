@@ -21,7 +21,9 @@ VOCAB = 13
 class Silent:
     """No noise, no temperature."""
 
-    def add(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def add(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ids: Tensor | None = None
+    ) -> Tensor:
         return logits
 
 

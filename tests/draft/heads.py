@@ -1,0 +1,164 @@
+"""Synthetic heads as files in memory, and a drafter run by hand over given features.
+
+The fill is deterministic: numpy's generator draws one tensor after the other in the order of their
+names, so numbers made elsewhere from the same names can be compared. Imported by tests only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spec_serve.cache.batch import Twig, build_batch
+from spec_serve.cache.pool import KVPool
+from spec_serve.cache.tree import chain
+from spec_serve.draft.base import Drafter, Plan, Seen, Trees
+from spec_serve.draft.head import TargetParts
+from spec_serve.target.config import ModelConfig
+from spec_serve.target.layers import RMSNorm
+from tests.tiny import MemoryCheckpoint
+
+V, H, INNER, NH, NK, D = 96, 64, 128, 4, 2, 16
+PROMPT, SAMPLED = (3, 17, 42, 5, 88, 61), 7
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": NH,
+    "num_key_value_heads": NK,
+    "head_dim": D,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+}
+
+
+def fill(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
+    """Tensors of these shapes, drawn in the order of their names."""
+    generator = np.random.default_rng(seed)
+    made = {}
+    for name in sorted(shapes):
+        x = generator.standard_normal(tuple(shapes[name]), dtype=np.float32)
+        if len(shapes[name]) == 1 and name.endswith(".weight"):
+            x = 1 + np.float32(0.1) * x
+        elif name.endswith(".bias"):
+            x = np.float32(0.02) * x
+        elif "embed_tokens" not in name:
+            x = x / np.float32(np.sqrt(shapes[name][-1]))
+        made[name] = torch.from_numpy(x)
+    return made
+
+
+def features(seed: int, width: int, rows: int = len(PROMPT)) -> Tensor:
+    """What the target would have computed at each position of the prompt."""
+    generator = np.random.default_rng(seed)
+    return torch.from_numpy(generator.standard_normal((rows, width), dtype=np.float32))
+
+
+def layer_shapes(prefix: str, inputs: int = H, *, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    """A Llama layer without its norms."""
+    shapes: dict[str, tuple[int, ...]] = {
+        prefix + "self_attn.q_proj.weight": (NH * D, inputs),
+        prefix + "self_attn.k_proj.weight": (NK * D, inputs),
+        prefix + "self_attn.v_proj.weight": (NK * D, inputs),
+        prefix + "self_attn.o_proj.weight": (H, NH * D),
+        prefix + "mlp.gate_proj.weight": (INNER, H),
+        prefix + "mlp.up_proj.weight": (INNER, H),
+        prefix + "mlp.down_proj.weight": (H, INNER),
+    }
+    if bias:
+        for name, rows in (("q", NH * D), ("k", NK * D), ("v", NK * D)):
+            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+    return shapes
+
+
+def eagle3_shapes(vocab: int, layer: str = "midlayer.") -> dict[str, tuple[int, ...]]:
+    """The tensors of an EAGLE-3 head, without d2t."""
+    return {
+        "embed_tokens.weight": (V, H),
+        "fc.weight": (H, 3 * H),
+        "lm_head.weight": (vocab, H),
+        "norm.weight": (H,),
+        layer + "hidden_norm.weight": (H,),
+        layer + "input_layernorm.weight": (H,),
+        layer + "post_attention_layernorm.weight": (H,),
+        **layer_shapes(layer, 2 * H),
+    }
+
+
+def reduced(seed: int, size: int = 32) -> dict[str, Tensor]:
+    """d2t and t2d of a reduced vocabulary."""
+    used = np.sort(np.random.default_rng(seed).permutation(V)[:size])
+    kept = torch.zeros(V, dtype=torch.bool)
+    kept[torch.from_numpy(used)] = True
+    return {"d2t": torch.from_numpy(used - np.arange(size)), "t2d": kept}
+
+
+def target_config(layers: int = 8, **overrides: Any) -> ModelConfig:
+    """The configuration of a target these heads fit."""
+    raw = {**CONFIG, "num_hidden_layers": layers, **overrides}
+    return ModelConfig.from_checkpoint_config(raw)
+
+
+def parts(embedding: Tensor | None = None, head: Tensor | None = None) -> TargetParts:
+    """What a head borrows of a target; the final norm leaves features as they are given."""
+    table = torch.zeros(V, H) if embedding is None else embedding
+
+    def logits(hidden: Tensor) -> Tensor:
+        assert head is not None
+        return F.linear(hidden, head)
+
+    class Same(RMSNorm):
+        def __call__(self, x: Tensor) -> Tensor:
+            return x
+
+    return TargetParts(target_config(), table, logits, Same(torch.ones(H), 1e-6))
+
+
+def checkpoint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MemoryCheckpoint:
+    return MemoryCheckpoint(dict(config), dict(tensors))
+
+
+class Silent:
+    """No noise, no temperature."""
+
+    def add(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ids: Tensor | None = None
+    ) -> Tensor:
+        return logits
+
+
+def seen_of(tokens: Sequence[int], taps: Tensor, start: int = 0) -> Seen:
+    """One row's chain from `start` on, all certain; taps [len(tokens) - 1, T] from position 0."""
+    part = tokens[start:]
+    slots = range(start + 1, len(tokens) + 1)
+    batch = build_batch([Twig(0, start, chain(part), slots, len(part))])
+    before = torch.cat((torch.zeros(1, taps.shape[1]), taps))[start:]
+    last = torch.tensor([len(part) - 1])
+    return Seen(batch, last, torch.tensor([len(tokens)]), before, start == 0)
+
+
+def bound(drafter: Drafter, slots: int = 64) -> KVPool:
+    """A pool of one row for the drafter; position p lies in slot p + 1."""
+    pool = KVPool(drafter.kv_specs, slots, 1, slots)
+    pool.assign(0, 0, list(range(1, slots + 1)))
+    drafter.bind(pool.layers, pool.table)
+    return pool
+
+
+def propose(drafter: Drafter, seen: Seen, depth: int, width: int, nodes: int) -> Trees:
+    """A tree in scratch slots from 32 on."""
+    grants = torch.arange(32, 32 + max(1, (depth - 1) * width))[None]
+    with torch.inference_mode():
+        trees = drafter.propose(seen, grants, Plan(depth, width, nodes), Silent())
+    assert trees is not None
+    return trees
