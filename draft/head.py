@@ -68,12 +68,12 @@ class TargetParts:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedAttention:
-    """Qwen3-Next's attention: every head's output is scaled by a sigmoid of the token's own, and
-    only the first `rotary` channels of a head are rotated. qkv: as `Attention`'s, gates last."""
+class PartialAttention:
+    """Attention of which only the first channels of a head are rotated (as many as the rotation
+    has) and, with `gate`, every output is scaled by a sigmoid of it (Qwen3-Next)."""
 
     inner: Attention
-    gate: Linear
+    gate: Linear | None
 
     def __call__(self, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan) -> Tensor:
         """x: [N, in] -> [N, H]."""
@@ -87,8 +87,8 @@ class GatedAttention:
         qk = torch.cat((rotate(qk[..., :rotary], rotation), qk[..., rotary:]), -1)
         q, k = qk.split_with_sizes([heads, kv_heads], 1)
         mixed = plan.attend(q, k, v, kv, scale=inner.scale)  # [N, heads, D]
-        mixed = mixed.reshape(x.shape[0], -1) * torch.sigmoid(self.gate(x))
-        return inner.out(mixed)
+        mixed = mixed.reshape(x.shape[0], -1)
+        return inner.out(mixed if self.gate is None else mixed * torch.sigmoid(self.gate(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Layer:
     """A decoder layer whose attention may read something wider than the residual stream."""
 
     attention_norm: RMSNorm | None
-    attention: Attention | GatedAttention
+    attention: Attention | PartialAttention
     mlp_norm: RMSNorm
     mlp: MLP
 
@@ -260,7 +260,13 @@ class Parts:
         )
         after = self.norm(name + "post_attention_layernorm.weight")
         assert after is not None, "checked when the file was read"
-        attention = self._gated(name) if config.gated else self._attention(name)
+        attention: Attention | PartialAttention
+        if config.gated:
+            attention = self._gated(name)
+        elif 0 < config.rotary < block.head_dim:
+            attention = PartialAttention(self._attention(name), None)
+        else:
+            attention = self._attention(name)
         return Layer(self.norm(name + "input_layernorm.weight"), attention, after, mlp)
 
     def _attention(self, layer: str, qkv: Linear | None = None) -> Attention:
@@ -277,7 +283,7 @@ class Parts:
             k_norm=self.norm(layer + "self_attn.k_norm.weight"),
         )
 
-    def _gated(self, layer: str) -> GatedAttention:
+    def _gated(self, layer: str) -> PartialAttention:
         """q_proj's rows are, head by head, a query and a gate."""
         block = self._file.config.block
         both = self.tensor(layer + "self_attn.q_proj.weight")
@@ -285,4 +291,4 @@ class Parts:
         k, v = (self.tensor(f"{layer}self_attn.{name}_proj.weight") for name in "kv")
         inputs = both.shape[1]
         qkv = Linear(torch.cat((query.reshape(-1, inputs), k, v)))
-        return GatedAttention(self._attention(layer, qkv), Linear(gate.reshape(-1, inputs)))
+        return PartialAttention(self._attention(layer, qkv), Linear(gate.reshape(-1, inputs)))

@@ -162,3 +162,39 @@ def propose(drafter: Drafter, seen: Seen, depth: int, width: int, nodes: int) ->
         trees = drafter.propose(seen, grants, Plan(depth, width, nodes), Silent())
     assert trees is not None
     return trees
+
+
+def eagle_shapes(bias: bool, *, embedding: bool = True) -> dict[str, tuple[int, ...]]:
+    """The tensors of an EAGLE-1 head."""
+    return {
+        **({"embed_tokens.weight": (V, H)} if embedding else {}),
+        "fc.weight": (H, 2 * H),
+        **({"fc.bias": (H,)} if bias else {}),
+        "layers.0.post_attention_layernorm.weight": (H,),
+        **layer_shapes("layers.0."),
+    }
+
+
+def nextn_shapes(family: str, *, layers: int = 4) -> dict[str, tuple[int, ...]]:
+    """The tensors of one NEXTN module, and of the target what its fixture fills beside it."""
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    if family == "mimo":
+        prefix = "model.mtp_layers.0."
+        own = ("token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight")
+        return {
+            "model.embed_tokens.weight": (V, H),
+            "lm_head.weight": (V, H),
+            prefix + "input_proj.weight": (H, 2 * H),
+            **{prefix + name: (H,) for name in (*own, *norms)},
+            **layer_shapes(prefix, bias=True),
+        }
+    assert family == "deepseek"
+    prefix = f"model.layers.{layers}."
+    own = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    return {
+        prefix + "embed_tokens.weight": (V, H),
+        prefix + "shared_head.head.weight": (V, H),
+        prefix + "eh_proj.weight": (H, 2 * H),
+        **{prefix + name: (H,) for name in (*own, *norms)},
+        **layer_shapes(prefix),
+    }
