@@ -103,6 +103,16 @@ class RowNoise:
         self._seeds, temperature = buffer.send(torch.device(device))
         self._temperature = temperature.view(torch.float64)
 
+    @property
+    def seeds(self) -> Tensor:
+        """[B] int64."""
+        return self._seeds
+
+    @property
+    def temperature(self) -> Tensor:
+        """[B] float64, 0 = greedy."""
+        return self._temperature
+
     def add(
         self, logits: Tensor, rows: Tensor, positions: Tensor, ids: Tensor | None = None
     ) -> Tensor:
