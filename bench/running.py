@@ -9,6 +9,8 @@ from time import perf_counter
 
 from spec_serve.spec.engine import Engine
 from spec_serve.spec.request import (
+    Constrained,
+    Constraint,
     Delta,
     Finished,
     Request,
@@ -32,6 +34,8 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list)
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     timings: RequestTimings = field(default_factory=lambda: RequestTimings(0, 0, 0, 0))
+    reason: str = ""
+    constraint: Constrained | None = None
 
     @property
     def ttft_ms(self) -> float:
@@ -64,6 +68,7 @@ def run(
     sampling: Sampling | None = None,
     eos: frozenset[int] = frozenset(),
     salt: str = "",
+    constraint: Constraint | None = None,
 ) -> Run:
     """Serve one request alone, stepping the engine in this thread."""
     request = Request(
@@ -73,6 +78,7 @@ def run(
         Stopping(max_tokens=max_tokens, eos=eos),
         speculation or Speculation(),
         salt=salt,
+        constraint=constraint,
     )
     result = Run()
     begun = perf_counter()
@@ -86,6 +92,7 @@ def run(
                 result.steps.append(event.step)
             elif isinstance(event, Finished):
                 result.usage, result.timings = event.usage, event.timings
+                result.reason, result.constraint = event.reason, event.constraint
                 if event.error is not None:
                     raise event.error
     return result

@@ -8,8 +8,8 @@ pool at `twig_slots`. Knows nothing of models, sampling or requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ class Twig:
 
     row: index into the pool's table. prefix: tokens of the row already cached (the table holds
     their slots). slots: one per node. logits_from: first node whose logits are wanted; that node
-    and all later ones get logits (len(tree) = none).
+    and all later ones get logits (len(tree) = none), save those in `forced`: node -> the token that
+    follows it whatever the logits are.
     """
 
     row: int
@@ -35,6 +36,7 @@ class Twig:
     tree: TokenTree
     slots: Sequence[int]
     logits_from: int
+    forced: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class TreeBatch:
     row_of: Tensor  # [N] index 0..B-1
     ancestors: Tensor  # [N, W]
     given: Tensor  # [N] 1 = known to be true
-    logit_of: Tensor  # [N] index among the M logits, -1 = none
+    logit_of: Tensor  # [N] index among the M logits; -1 = none, -2 - t = none, as token t follows
     logits_at: Tensor  # [M] nodes whose logits are wanted
     node_ptr: Tensor  # [B+1] rows' query nodes
     twig_ptr: Tensor  # [B+1] rows' twig nodes
@@ -119,7 +121,14 @@ def build_batch(twigs: Sequence[Twig], device: torch.device | str = "cpu") -> Tr
                 bushy.append((start, tree))
                 widest = max(widest, n)
         wanted = twig.logits_from
-        if wanted < n:
+        if twig.forced:
+            logit_of += [-1] * wanted
+            for node in range(wanted, n):
+                token = twig.forced.get(node)
+                logit_of.append(len(logits_at) if token is None else -2 - token)
+                if token is None:
+                    logits_at.append(start + node)
+        elif wanted < n:
             logit_of += [-1] * wanted
             logit_of += range(len(logits_at), len(logits_at) + n - wanted)
             logits_at += range(start + wanted, start + n)

@@ -306,8 +306,8 @@ class Builder:
                 tree = TokenTree(given, range(-1, count - 1), count)
                 row.source_of = ()
             row.tree = tree
-            if row.walk is not None and part.final:
-                row.sampling.masks = row.walk.masks(row.source_of)
+            if row.walk is not None:
+                row.mask(part.final)
             total = len(tree.tokens)
             held = 1 if row.next_slot and not row.replay else 0
             scratch = self._scratch(row, part, plan)
@@ -327,7 +327,10 @@ class Builder:
                 job.prompt_rows.append((b, row.request.prompt_logprobs))
             if row.request.logprobs is not None and part.final:
                 job.score_rows.append((b, row.request.logprobs))
-            twigs.append(Twig(kv.row, prefix, tree, slots, first))
+            forced = row.sampling.forced
+            if forced:
+                forced = {count - 1 + node: token for node, token in forced.items()}
+            twigs.append(Twig(kv.row, prefix, tree, slots, first, forced))
             states.append(row.sampling)
             job.next_slots.append(following)
             job.next_tokens.append(-1 if part.final else row.tokens[prefix + count])
@@ -411,6 +414,8 @@ class Builder:
             return
         nodes = given = 0
         for twig in job.twigs:
+            if twig.forced:
+                return  # cheaper than its nodes tell, as the head was left out for some
             nodes += len(twig.tree.tokens)
             given += twig.tree.given
         if given == len(job.twigs):

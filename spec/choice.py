@@ -6,7 +6,7 @@ tree, given the guesses above it. Knows nothing of tensors, devices or batches (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,8 @@ class RowSampling:
             self._count(prompt, 0.0)
         # Per node of the tree from the last given one on, bits of the ids allowed behind it.
         self.masks: Sequence[npt.NDArray[np.uint64] | None] = ()
+        # Nodes, counted alike, whose token is known without logits.
+        self.forced: Mapping[int, int] = {}
         self._simple = not (
             self.sampled or self.penalised or bias or sampling.bad_words or len(self.unused_ids)
         )

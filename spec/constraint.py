@@ -216,13 +216,28 @@ class Walk:
         return [self._root, *(self._nodes[i] for i in nodes)]
 
 
+def singles(masks: Sequence[Mask | None]) -> dict[int, int]:
+    """Where a mask leaves a single token: its place among them -> that token."""
+    found = {}
+    for place, mask in enumerate(masks):
+        token = -1 if mask is None else _only(mask)
+        if token >= 0:
+            found[place] = token
+    return found
+
+
+def _only(mask: Mask) -> int:
+    """The token that alone is allowed; -1 where there is a choice."""
+    (at,) = mask.nonzero()
+    if len(at) != 1:
+        return -1
+    word = int(mask[at[0]])
+    return -1 if word & (word - 1) else 64 * int(at[0]) + word.bit_length() - 1
+
+
 def _single(mask: Mask) -> bool:
     """Whether one token alone is allowed."""
-    words = mask[mask != 0]
-    if len(words) != 1:
-        return False
-    word = int(words[0])
-    return word & (word - 1) == 0
+    return _only(mask) >= 0
 
 
 def _holds(mask: Mask, token: int) -> bool:

@@ -242,23 +242,28 @@ def _judged(
     count = 0
     for state, tree, position, logits_from in rows:
         n, last = len(tree.tokens), tree.given - 1
-        first, count = count - logits_from, count + max(0, n - logits_from)
-        if logits_from >= n or state.plain:
+        if logits_from >= n:
+            continue
+        at, forced = count + max(last - logits_from, 0), state.forced
+        count += n - logits_from - len(forced)
+        if state.plain:
             continue
         into = groups[0 if not state.sampled else 2 if state.filtered else 1]
         if n == tree.given:
-            into.append((first + last, state, position + n, 0, (), 0))
+            if not forced:
+                into.append((at, state, position + n, 0, (), 0))
             continue
         depths = range(n) if tree.is_chain else tree.depths()
         paths: dict[int, tuple[int, ...]] = {last: ()}
         for node in range(last, n):
             if state.follows_path and node > last:
                 paths[node] = (*paths[tree.parents[node]], tree.tokens[node])
-            if node >= logits_from:
+            if node >= logits_from and node - last not in forced:
                 depth = depths[node]
                 path = paths.get(node, ())
-                at = position + depth + 1
-                into.append((first + node, state, at, depth - last, path, node - last))
+                drawn = position + depth + 1
+                into.append((at, state, drawn, depth - last, path, node - last))
+                at += 1
     return *groups, count
 
 
@@ -268,7 +273,8 @@ def pack(
     """What the logit rows of a step need, or None when the raw arg-max answers all of them.
 
     rows: per row of the batch, in order, (state, tree, position of node 0, first node with logits;
-    it and all later ones have logits). Guesses on the path above a node count as if emitted.
+    it and all later ones have logits, save those the state knows as forced). Guesses on the path
+    above a node count as if emitted.
     """
     greedy, free, filtered, count = _judged(rows)
     entries = greedy + free + filtered

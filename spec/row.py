@@ -15,7 +15,7 @@ from spec_serve.draft.base import Guess, Source
 from spec_serve.draft.budget import Calibration
 from spec_serve.draft.mix import Candidates, Trust
 from spec_serve.spec.admission import EngineInfo, capacity
-from spec_serve.spec.constraint import SOURCE, Walk
+from spec_serve.spec.constraint import SOURCE, Walk, singles
 from spec_serve.spec.request import Reason, Request, TokenLogprob
 from spec_serve.spec.sampling import RowSampling
 
@@ -190,6 +190,17 @@ class Row:
             certain = allowed is None or SOURCE in allowed
             candidates = self.walk.prune(candidates, limit, depth if certain else 0)
         return candidates if candidates.tokens else None
+
+    def mask(self, emitting: bool) -> None:
+        """Hand the masks of the step's nodes to the sampling; where one leaves a single token no
+        logits are needed, unless somebody wants to see them."""
+        assert self.walk is not None
+        state = self.sampling
+        state.masks, state.forced = (), {}
+        if emitting:
+            state.masks = self.walk.masks(self.source_of)
+            if self.request.logprobs is None and self.scored:
+                state.forced = singles(state.masks)
 
     def _tell(self) -> None:
         """Tell the look-ups what became certain since they were last asked."""

@@ -65,8 +65,8 @@ def walk(batch: TreeBatch, chosen: Tensor, depth: int) -> Verdict:
 
 
 def _drawn(batch: TreeBatch, chosen: Tensor, nodes: Tensor) -> Tensor:
-    """The token drawn at each of `nodes`, -1 where there are no logits."""
-    if len(chosen) == 0:
-        return torch.full_like(nodes, -1)
+    """The token drawn at each of `nodes`, or the one that must follow; -1 where there is none."""
     at = batch.logit_of[nodes]
-    return torch.where(at >= 0, chosen[at.clamp(min=0)], -1)
+    if len(chosen) == 0:
+        return -2 - at
+    return torch.where(at >= 0, chosen[at.clamp(min=0)], -2 - at)

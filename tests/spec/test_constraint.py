@@ -14,7 +14,7 @@ from spec_serve.spec import constraint as constraint_module
 from spec_serve.spec.compiler import compiler_of
 from spec_serve.spec.constraint import Walk, _holds, _single
 from spec_serve.spec.grammar import Matcher
-from spec_serve.spec.request import Constraint
+from spec_serve.spec.request import Constraint, Speculation
 from tests.engines import prompts, request, run
 from tests.grammars import NESTED, SIX, constrained, spelling, text
 
@@ -275,9 +275,7 @@ def test_a_text_cut_by_its_bound_is_told_as_such() -> None:
 
 def test_where_no_token_is_left_the_choice_ends_with_an_error() -> None:
     dead = Constraint("regex", "abc", banned=("bc",))
-    (done, other) = run(
-        constrained(), request(PROMPT, 60, constraint=dead), request(PROMPT, 5)
-    )
+    (done, other) = run(constrained(), request(PROMPT, 60, constraint=dead), request(PROMPT, 5))
     assert done.reason == "error" and done.error is not None
     assert done.error.field == "constraint" and "no token" in str(done.error)
     assert other.reason == "length" and other.constraint is None
@@ -351,3 +349,45 @@ def test_calibration_never_lowers_what_is_certain() -> None:
     made.settle()
     assert made.reach and set(made.reach) == {1.0}
     assert Calibration().rate("grammar", 1, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_nodes_without_a_choice_need_no_logits(temperature: float) -> None:
+    """Unless they are to be told; the tokens are the same either way, guesses or not."""
+    found, rows = {}, {}
+    for name, most, logprobs in (("skip", None, None), ("told", None, 0), ("off", 0, None)):
+        on = constrained("lookup")
+        inner, counts = on._device.model.forward, []  # type: ignore[attr-defined]
+
+        def forward(batch: Any, *rest: Any, inner: Any = inner, counts: Any = counts) -> Any:
+            counts.append((len(batch.logits_at), int((batch.logit_of < -1).sum())))
+            return inner(batch, *rest)
+
+        on._device.model = _Spied(on._device.model, forward)  # type: ignore[attr-defined]
+        asked = request(
+            PROMPT, 64, constraint=SIX["nested json"], temperature=temperature, seed=3, eos=EOS
+        )
+        asked.logprobs = logprobs
+        if most is not None:
+            asked.speculation = Speculation(max_nodes=most)
+        (done,) = run(on, asked)
+        assert done.error is None and done.constraint is not None
+        found[name] = (done.tokens, done.reason, done.constraint)
+        rows[name] = [sum(kind) for kind in zip(*counts, strict=True)]
+    assert found["skip"] == found["told"] == found["off"]
+    forced = found["skip"][2].forced
+    assert forced > 5 and rows["told"][1] == 0
+    assert rows["off"][1] == forced, "one row for every token that was decided, and no other"
+    assert rows["off"][0] == len(found["off"][0]) - forced
+    assert rows["skip"][1] >= forced and rows["skip"][0] < rows["told"][0]
+
+
+class _Spied:
+    """A model with another forward."""
+
+    def __init__(self, model: Any, forward: Any) -> None:
+        self._model = model
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
