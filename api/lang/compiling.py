@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from spec_serve.client.answers import ServerError
 from spec_serve.lang.backend import Backend
 from spec_serve.lang.explain import named
-from spec_serve.lang.graph import FORMAT, Graph, Held, Known, constant, fingerprint, questions, warm
-from spec_serve.lang.parts import Append, Gen, Op, ProgramError, TraceError
+from spec_serve.lang.foresight import questions
+from spec_serve.lang.graph import FORMAT, Graph, Held, Known, constant, fingerprint, warm
+from spec_serve.lang.parts import Append, Gen, Op, ProgramError, TraceError, every
 from spec_serve.lang.scoring import common
 from spec_serve.lang.trace import traced
 
@@ -29,7 +30,7 @@ _PROBES = ("a", " 1\n", "\n\né", ".")
 
 async def compiled(program: Program, backend: Backend, partial: bool) -> Graph:
     """The graph of a program, ready for its arguments. Raises TraceError, ProgramError."""
-    tracer, result, cut = await traced(program)
+    tracer, names, result, cut = await traced(program)
     if cut and not partial:
         raise TraceError(cut)
     frozen = list({one.key: one for one in questions(tracer.ops, {})}.values())
@@ -50,6 +51,7 @@ async def compiled(program: Program, backend: Backend, partial: bool) -> Graph:
         parameters=parameters,
         defaults=defaults,
         ops=tracer.ops,
+        names=names,
         result=result,
         known=[Known(one.key, ids) for one, ids in zip(frozen, pieces, strict=True)],
         prefix=prefix,
@@ -71,7 +73,7 @@ async def _prefix(ops: list[Op], backend: Backend) -> list[int]:
 async def _try_constraints(ops: list[Op], backend: Backend, prefix: list[int]) -> None:
     """Have the server compile each constraint. Raises ProgramError with the line."""
     tried: set[str] = set()
-    for op in ops:
+    for op in every(ops):
         if not isinstance(op, Append):
             continue
         for item in op.items:

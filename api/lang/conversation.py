@@ -40,6 +40,7 @@ class Conversation:
         self.begun: Parts | None = None  # the open turn's
         self.fills: list[list[int]] = []
         self.pieces: list[list[int]] = []  # before each of the fills
+        self.cuts: list[int] = []  # how many ids at each piece's end the fill has written anew
         self.said: list[str] = []  # texts of the fills
 
     def copy(self) -> Conversation:
@@ -48,7 +49,7 @@ class Conversation:
         made.turns, made.raw = list(self.turns), list(self.raw)
         made.begun = None if self.begun is None else list(self.begun)
         made.fills, made.pieces = list(self.fills), list(self.pieces)
-        made.said = list(self.said)
+        made.said, made.cuts = list(self.said), list(self.cuts)
         return made
 
     def open(self, role: Role) -> None:
@@ -78,41 +79,50 @@ class Conversation:
         else:
             parts.append(text)
 
-    def fill(self, ids: list[int], text: str, piece: list[int]) -> None:
-        """Generated tokens behind what is there, and the piece they were generated behind."""
+    def fill(self, ids: list[int], text: str, piece: list[int], cut: int = 0) -> None:
+        """Generated tokens behind what is there, and the piece they were generated behind.
+
+        cut: ids at the piece's end that they begin with in other words (healing.py).
+        """
         parts = self.raw if self.begun is None else self.begun
         parts.append(None)
         self.pieces.append(piece)
+        self.cuts.append(cut)
         self.fills.append(ids)
         self.said.append(text)
 
-    def question(self, more: str = "") -> Question:
-        """What stands around the fills now, with more text at its end."""
-        if self.turns or self.begun is not None:
-            begun = None if self.begun is None else _joined(self.begun, more)
-            return Question(turns=list(self.turns), begun=begun)
-        return Question(text=_joined(self.raw, more))
+    @property
+    def tail(self) -> str:
+        """The text behind the last fill, as far as the open turn has it."""
+        parts = self.raw if self.begun is None else self.begun
+        return parts[-1] or "" if parts else ""
 
-    def prompt(self, pieces: list[list[int]]) -> list[int]:
-        """All ids, the last piece included. Raises ProgramError if earlier ones have changed."""
+    def question(self, more: str = "", less: int = 0) -> Question:
+        """What stands around the fills now, with more text at its end, or so much less."""
+        if self.turns or self.begun is not None:
+            begun = None if self.begun is None else _joined(self.begun, more, less)
+            return Question(turns=list(self.turns), begun=begun)
+        return Question(text=_joined(self.raw, more, less))
+
+    def prompt(self, pieces: list[list[int]], cut: int = 0) -> list[int]:
+        """All ids, the last piece but `cut` of its ids included.
+
+        Raises ProgramError if earlier pieces have changed.
+        """
         if pieces[:-1] != self.pieces:
             raise ProgramError(
                 "the model's chat template writes earlier turns differently once others follow, "
                 "so that what was generated can't be kept; begin a new state instead"
             )
-        ids: list[int] = []
-        for piece, fill in zip(pieces, self.fills, strict=False):
-            ids += piece
-            ids += fill
-        return ids + pieces[-1]
+        return self.ids + pieces[-1][: len(pieces[-1]) - cut]
 
     @property
     def ids(self) -> list[int]:
         """Up to the last generated token."""
         return [
             token
-            for piece, fill in zip(self.pieces, self.fills, strict=True)
-            for token in (*piece, *fill)
+            for piece, cut, fill in zip(self.pieces, self.cuts, self.fills, strict=True)
+            for token in (*piece[: len(piece) - cut], *fill)
         ]
 
     @property
@@ -135,7 +145,10 @@ def _text(parts: Parts, texts: Iterator[str]) -> str:
     return "".join(next(texts) if part is None else part for part in parts)
 
 
-def _joined(parts: Parts, more: str) -> Parts:
+def _joined(parts: Parts, more: str, less: int = 0) -> Parts:
+    if less:
+        last = parts[-1] or ""
+        return [*parts[:-1], last[:-less]]
     if not more:
         return list(parts)
     if parts and isinstance(parts[-1], str):

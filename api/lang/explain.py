@@ -5,13 +5,29 @@ Says for each operation what is known before a run. Knows no server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from xml.sax.saxutils import escape
 
-from spec_serve.lang.parts import Append, Call, Const, Fork, Gen, Item, Op, Plain, Ref, Select
+from spec_serve.lang.parts import (
+    Append,
+    Call,
+    Cond,
+    Const,
+    Fork,
+    Gen,
+    Item,
+    Loop,
+    Op,
+    Plain,
+    Ref,
+    Select,
+    asked,
+)
 
 WIDE, HIGH, GAP = 220, 40, 16
-_COLOURS = {"Append": "#e8f0fe", "Fork": "#f3e8fd", "Call": "#fef3e0"}
+_COLOURS = {
+    "Append": "#e8f0fe", "Fork": "#f3e8fd", "Call": "#fef3e0", "Cond": "#e6f4ea", "Loop": "#fce8e6",
+}  # fmt: skip
 
 
 def _short(text: object, most: int = 40) -> str:
@@ -45,7 +61,24 @@ def _line(op: Op) -> str:
         pairs = zip(op.names, op.children, strict=True)
         told = ", ".join(f"{name} = state {child}" for name, child in pairs)
         return f"state {op.parent}: fork {told}"
+    if isinstance(op, Cond):
+        return f"state {op.state}: cond {named(op.on) or op.on}"
+    if isinstance(op, Loop):
+        until = f" until {named(op.end)} in {_short(op.until)}" if op.end else ""
+        return f"state {op.state}: loop at most {op.most}{until}"
     return f"state {op.state}: {op.role or 'text'}: " + " + ".join(map(_item, op.items))
+
+
+def _told(ops: Iterable[Op]) -> Iterator[tuple[Op, str]]:
+    """Each operation and its line; those of bodies below theirs, further in."""
+    for op in ops:
+        yield op, _line(op)
+        if isinstance(op, Loop):
+            yield from ((one, f"  {line}") for one, line in _told(op.body.ops))
+        elif isinstance(op, Cond):
+            cases = [*((_short(text), body) for text, body in op.cases.items()), ("else", op.other)]
+            for case, body in cases:
+                yield from ((one, f"  {case}: {line}") for one, line in _told(body.ops))
 
 
 def explained(
@@ -57,13 +90,9 @@ def explained(
 ) -> str:
     """Lines of text."""
     held = list(ops)
-    asking = sum(
-        1 if isinstance(item, Gen) else len(item.choices)
-        for op in held if isinstance(op, Append)
-        for item in op.items if isinstance(item, Gen | Select)
-    )  # fmt: skip
+    asking = sum(1 if isinstance(item, Gen) else len(item.choices) for item in asked(held))
     ids = sum(len(piece) for pieces in known.values() for piece in pieces[-1:])
-    lines = [f"program {name}", *(f"  {_line(op)}" for op in held)]
+    lines = [f"program {name}", *(f"  {line}" for _, line in _told(held))]
     lines += [
         f"prompts known before a run: {len(known)} of {asking} ({ids} tokens of theirs)",
         f"constant beginning: {len(prefix)} tokens, computed at compile time",
@@ -75,14 +104,14 @@ def explained(
 
 def drawn(ops: Iterable[Op]) -> str:
     """An SVG: time runs down; a column for calls, then one for each state."""
-    held = list(ops)
+    held = list(_told(ops))
     columns: dict[object, int] = {}
     boxes: list[str] = []
     lines: list[str] = []
     last: dict[int, tuple[int, int]] = {}
-    for row, op in enumerate(held):
+    for row, (op, line) in enumerate(held):
         owner: object = "calls"
-        if isinstance(op, Append):
+        if isinstance(op, Append | Cond | Loop):
             owner = op.state
         elif isinstance(op, Fork):
             owner = op.parent
@@ -96,9 +125,9 @@ def drawn(ops: Iterable[Op]) -> str:
             for child in op.children:
                 last[child] = (x + WIDE // 2, y + HIGH)
         boxes.append(
-            f'<g><title>{escape(_line(op))}</title><rect x="{x}" y="{y}" width="{WIDE}" '
+            f'<g><title>{escape(line)}</title><rect x="{x}" y="{y}" width="{WIDE}" '
             f'height="{HIGH}" rx="6" fill="{_COLOURS[type(op).__name__]}" stroke="#5f6368"/>'
-            f'<text x="{x + 8}" y="{y + 24}">{escape(_line(op)[:34])}</text></g>'
+            f'<text x="{x + 8}" y="{y + 24}">{escape(line[:34])}</text></g>'
         )
     wide = GAP + max(1, len(columns)) * (WIDE + GAP)
     high = GAP + max(1, len(held)) * (HIGH + GAP)

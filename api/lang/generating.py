@@ -11,14 +11,22 @@ from typing import Any
 from spec_serve.api import messages as m
 from spec_serve.client.answers import Answer
 from spec_serve.lang.events import Meta
+from spec_serve.lang.healing import begun_with
 from spec_serve.lang.parts import Gen
 
 
-def requested(item: Gen) -> dict[str, Any]:
-    """Options of the request. Where a stop string may end it, tokens must be told one by one."""
+def requested(item: Gen, begun: str = "", cut: int = 0) -> dict[str, Any]:
+    """Options of the request. Where a stop string may end it, tokens must be told one by one.
+
+    begun: what its text must begin with, in place of so many tokens.
+    """
     options = dict(item.options)
     if options.get("stop") and options.get("logprobs") is None:
         options["logprobs"] = 0
+    if begun:
+        options["constraint"] = begun_with(begun, options.get("constraint"))
+        if "max_tokens" in options:
+            options["max_tokens"] += cut
     return options
 
 

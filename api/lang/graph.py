@@ -19,18 +19,17 @@ from msgspec import Struct
 from spec_serve.api import messages as m
 from spec_serve.client.answers import ServerError
 from spec_serve.lang.backend import Backend, connected
-from spec_serve.lang.conversation import Conversation, Question
+from spec_serve.lang.conversation import Question
 from spec_serve.lang.events import Ended, Event
-from spec_serve.lang.explain import drawn, explained, named
-from spec_serve.lang.parts import Append, Call, Const, Fork, Gen, Op, Plain, ProgramError, Ref
-from spec_serve.lang.parts import Select as Select
+from spec_serve.lang.explain import drawn, explained
+from spec_serve.lang.foresight import questions
+from spec_serve.lang.parts import Call, Gen, Op, Plain, ProgramError, Ref, asked, every
 from spec_serve.lang.program import On, Program, Result, batched, streamed
 from spec_serve.lang.run import Run
 from spec_serve.lang.state import State
 from spec_serve.lang.trace import Many, Named, Template
-from spec_serve.lang.values import written
 
-FORMAT = 1
+FORMAT = 2
 _PROBE = [
     m.Turn("system", ["You're 1 <|im_end|>"]), m.Turn("user", [" Hé,\n\n  the 你好 "]),
     m.Turn("assistant", ["a", None, " b\n"]), m.Turn("user", ["for x in range(10):\n\tpass"]),
@@ -45,13 +44,17 @@ class Known(Struct, frozen=True):
 
 
 class Held(Struct, frozen=True):
-    """What a file holds. fingerprint: of tokenizer and template. cut: why tracing ended early."""
+    """What a file holds. fingerprint: of tokenizer and template. cut: why tracing ended early.
+
+    names: keys of the root state's values.
+    """
 
     version: int
     name: str
     parameters: list[str]
     defaults: dict[str, Any]
     ops: list[Op]
+    names: dict[str, str]
     result: Template
     known: list[Known]
     prefix: list[int]
@@ -187,17 +190,13 @@ class Graph:
             return await self._program.drive(run, {**self._program.bound, **given})
         try:
             run.know(self._functions, self._types)
-            names: dict[str, str] = {}
             for op in self.held.ops:
                 run.submit(op)
-                if isinstance(op, Append) and op.state == 0:
-                    generated = (item for item in op.items if isinstance(item, Gen | Select))
-                    names |= {named(item.key): item.key for item in generated}
             value = await _filled(self.held.result, run)
             await run.finish()
             if run.events is not None:
                 run.events.put_nowait(Ended(value))
-            return Result(value, State(run, 0, names=names))
+            return Result(value, State(run, 0, names=self.held.names))
         finally:
             await run.close()
 
@@ -214,68 +213,12 @@ async def _filled(result: Template, run: Run) -> Any:
 
 
 def _functions(ops: Iterable[Op]) -> list[str]:
-    return list(dict.fromkeys(op.function for op in ops if isinstance(op, Call)))
+    return list(dict.fromkeys(op.function for op in every(ops) if isinstance(op, Call)))
 
 
 def _types(ops: Iterable[Op]) -> list[str]:
-    parses = [
-        item.parse for op in ops if isinstance(op, Append)
-        for item in op.items if isinstance(item, Gen)
-    ]  # fmt: skip
+    parses = [item.parse for item in asked(ops) if isinstance(item, Gen)]
     return list(dict.fromkeys(parse.partition(":")[2] for parse in parses if ":" in parse))
-
-
-def questions(
-    ops: Iterable[Op], given: Mapping[str, Any], otherwise: str | None = None
-) -> list[Question]:
-    """What a run will ask to have tokenised, as far as constants and these arguments tell.
-
-    otherwise: text in place of every value that is not known; None = what follows it is left out.
-    It is assumed that stop strings begin with a token; where not, a run asks once more.
-    """
-    found: list[Question] = []
-    states: dict[int, Conversation | None] = {0: Conversation()}  # None: unknown from here on
-    for op in ops:
-        if isinstance(op, Fork):
-            parent = states[op.parent]
-            for child in op.children:
-                states[child] = None if parent is None else parent.copy()
-        elif isinstance(op, Append):
-            held = states[op.state]
-            if held is not None:
-                states[op.state] = _walked(held, op, given, otherwise, found)
-    return found
-
-
-def _walked(
-    held: Conversation,
-    op: Append,
-    given: Mapping[str, Any],
-    otherwise: str | None,
-    found: list[Question],
-) -> Conversation | None:
-    held.open(op.role)
-    for item in op.items:
-        if isinstance(item, Const):
-            held.add(item.text)
-        elif isinstance(item, Gen):
-            found.append(held.question())
-            held.fill([], "", [])
-        elif isinstance(item, Select):
-            found += [held.question(choice) for choice in item.choices]
-            if otherwise is None:
-                return None
-            held.add(item.choices[0])
-        else:
-            name = item.key.removeprefix("arg:")
-            if item.key.startswith("arg:") and name in given:
-                held.add(written(given[name]))
-            elif otherwise is None:
-                return None
-            else:
-                held.add(otherwise)
-    held.close(op.role)
-    return held
 
 
 async def warm(backend: Backend, prefix: list[int]) -> None:

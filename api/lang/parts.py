@@ -6,7 +6,7 @@ as a graph, a file holds it. Knows no server and no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,11 +54,15 @@ class Ref(Struct, frozen=True, tag="ref"):
 
 
 class Gen(Struct, frozen=True, tag="gen"):
-    """Tokens of the model. parse: how the value is read off the text (lang/values.py)."""
+    """Tokens of the model. parse: how the value is read off the text (lang/values.py).
+
+    heal: the text before it may end within a token (lang/healing.py).
+    """
 
     key: str
     options: dict[str, Any]
     parse: str = "text"
+    heal: bool = False
 
 
 class Select(Struct, frozen=True, tag="select"):
@@ -107,7 +111,62 @@ class Call(Struct, frozen=True, tag="call"):
     retries: int = 0
 
 
-Op = Append | Fork | Call
+class Body(Struct, frozen=True):
+    """Operations of a case or a loop. carry: keys that then stand for what another one does."""
+
+    ops: list[Op] = []
+    carry: dict[str, str] = {}
+
+
+class Cond(Struct, frozen=True, tag="cond"):
+    """The case that the text of `on` is, else the other one.
+
+    before: what a key of these operations stands for until one of them has given it a value.
+    """
+
+    state: int
+    on: str
+    cases: dict[str, Body]
+    other: Body = Body()
+    before: dict[str, str] = {}
+    where: str = ""
+
+
+class Loop(Struct, frozen=True, tag="loop"):
+    """A body `most` times, or until the text of `end` is one of these. before: as of Cond."""
+
+    state: int
+    most: int
+    body: Body
+    end: str = ""
+    until: list[str] = []
+    before: dict[str, str] = {}
+    where: str = ""
+
+
+Op = Append | Fork | Call | Cond | Loop
+
+
+def bodies(op: Op) -> list[Body]:
+    """What stands within an operation."""
+    if isinstance(op, Cond):
+        return [*op.cases.values(), op.other]
+    return [op.body] if isinstance(op, Loop) else []
+
+
+def every(ops: Iterable[Op]) -> Iterator[Op]:
+    """All operations, those within others too."""
+    for op in ops:
+        yield op
+        for body in bodies(op):
+            yield from every(body.ops)
+
+
+def asked(ops: Iterable[Op]) -> Iterator[Gen | Select]:
+    """What these operations have the model write."""
+    for op in every(ops):
+        if isinstance(op, Append):
+            yield from (item for item in op.items if isinstance(item, Gen | Select))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +176,7 @@ class GenPart:
     name: str | None
     options: dict[str, Any]
     shape: Shape
+    heal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +221,17 @@ def gen(
     schema: Any = None,
     choices: Sequence[str] | None = None,
     grammar: str | None = None,
+    heal: bool = False,
     **options: Any,
 ) -> GenPart:
     """Let the model go on. At most one of type, regex, schema, choices and grammar.
 
     type: int, float, bool, date, datetime, Literal, Enum, dataclass, msgspec.Struct or a pydantic
     model; the value is one of these. schema: JSON Schema or such a type. grammar: Lark, or the name
-    of one the server has. options: fields of a request, of its sampling and of its constraint
-    (max_chars, banned, whitespace, strict, ...). Raises TypeError, ValueError.
+    of one the server has. heal: the text before it may end within a token, such as in a space; the
+    model then writes that token's beginning once more, and is held to it. options: fields of a
+    request, of its sampling and of its constraint (max_chars, banned, whitespace, strict, ...).
+    Raises TypeError, ValueError.
     """
     unknown = sorted(set(options) - {*_SAMPLING, *_PLAIN, *_LIMITS})
     if unknown:
@@ -182,7 +245,9 @@ def gen(
     limits = {field: options.pop(field) for field in _LIMITS if field in options}
     if found.constraint is not None or limits:
         options["constraint"] = {**(found.constraint or {"kind": "text"}), **limits}
-    return GenPart(name, msgspec.to_builtins(options), found)
+    if heal and options.get("constraint", {}).get("kind") in ("lark", "name"):
+        raise ValueError("gen: heal can't stand beside a grammar; end the text before it otherwise")
+    return GenPart(name, msgspec.to_builtins(options), found, heal)
 
 
 def select(

@@ -7,7 +7,15 @@ A front only: everything goes to a sink, which runs it at once (run.py) or keeps
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
@@ -35,6 +43,7 @@ from spec_serve.lang.parts import (
 )
 from spec_serve.lang.values import written
 
+Writes = Callable[["State"], "Value | None"]
 _HERE = str(Path(__file__).parent)
 
 
@@ -52,7 +61,11 @@ class Sink(Protocol):
     tracing: bool
 
     def number(self) -> int:
-        """A number no state or call of this program has yet."""
+        """A number no state, call or body of this program has yet."""
+        ...
+
+    def owns(self, other: object) -> bool:
+        """Whether values of that sink may stand in what this one is given."""
         ...
 
     def submit(self, op: Op) -> None:
@@ -165,11 +178,17 @@ class State:
     """
 
     def __init__(
-        self, sink: Sink, number: int, path: str = "", names: dict[str, str] | None = None
+        self,
+        sink: Sink,
+        number: int,
+        path: str = "",
+        names: dict[str, str] | None = None,
+        body: str = "",
     ) -> None:
         self._sink, self._number, self._path = sink, number, path
         self._names = dict(names or {})
         self._count = 0
+        self._body = body  # in one, the same name has the same key wherever it stands
 
     def __iadd__(self, part: Any) -> Self:
         if isinstance(part, Turn):
@@ -228,6 +247,32 @@ class State:
         self._sink.submit(Call(key, name, given, timeout, retries))
         return Value(self._sink, key)
 
+    def cond(
+        self,
+        value: Value,
+        cases: Mapping[Any, Writes | None],
+        other: Writes | None = None,
+    ) -> None:
+        """Go on by what a value is: a case for each text, number or member of an Enum it may be.
+
+        Each case is a plain function that writes into the state it is given, as a graph would: it
+        runs once, when this is written, and values in it are not there yet. None writes nothing;
+        so does a value without a case where there is no `other`. A name that the case taken did
+        not write keeps its value from before, or is None.
+        """
+        from spec_serve.lang.bodies import cond
+
+        cond(self, value, cases, other)
+
+    def loop(self, most: int, body: Writes, until: Any = ()) -> None:
+        """Do what `body` writes up to `most` times; `body` is as the cases of `cond`.
+
+        until: it ends once the value that `body` returned is this, or one of these.
+        """
+        from spec_serve.lang.bodies import loop
+
+        loop(self, most, body, until)
+
     def value(self, name: str) -> Any:
         """A value that is there already. Raises ProgramError where it is not."""
         return self._sink.now(self[name]._key)[0]
@@ -271,7 +316,7 @@ class State:
         items: list[Item] = []
         for part in parts:
             if isinstance(part, Value):
-                if part._sink is not self._sink:
+                if not self._sink.owns(part._sink):
                     raise ProgramError(f"{where()}: the value belongs to another run")
                 items.append(Ref(part._key))
             elif isinstance(part, GenPart | SelectPart):
@@ -288,12 +333,12 @@ class State:
 
     def _generated(self, part: GenPart | SelectPart) -> Item:
         name = part.name or f"_{self._count}"
-        key = f"{self._number}/{name}#{self._count}"
+        key = f"{self._number}/{name}#{self._body or self._count}"
         self._count += 1
         self._names[name] = key
         if isinstance(part, GenPart):
             self._sink.know({}, dict(part.shape.types))
-            return Gen(key, part.options, part.shape.parse)
+            return Gen(key, part.options, part.shape.parse, part.heal)
         return Select(key, part.choices, part.rule, part.temperature, part.seed)
 
 

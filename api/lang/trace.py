@@ -49,14 +49,16 @@ class Tracer:
         self._numbers = itertools.count(1)
 
     def number(self) -> int:
-        """Of a state or call."""
+        """Of a state, a call or a body."""
         return next(self._numbers)
+
+    def owns(self, other: object) -> bool:
+        """Whether values of that sink may stand here."""
+        return other is self
 
     def submit(self, op: Op) -> None:
         """Keep it, constants in a row as one."""
-        if isinstance(op, Append):
-            op = msgspec.structs.replace(op, items=merged(op.items))
-        self.ops.append(op)
+        self.ops.append(tidy(op))
 
     def know(self, functions: dict[str, Callable[..., Any]], types: dict[str, Any]) -> None:
         """Functions and classes by name. Raises ProgramError for two of one name."""
@@ -95,6 +97,11 @@ class Tracer:
         raise TraceError(f"{where()}: what a state holds, only a run knows")
 
 
+def tidy(op: Op) -> Op:
+    """Constants in a row as one."""
+    return msgspec.structs.replace(op, items=merged(op.items)) if isinstance(op, Append) else op
+
+
 def merged(items: list[Item]) -> list[Item]:
     """Constants that follow each other as one; empty ones go."""
     made: list[Item] = []
@@ -124,8 +131,8 @@ def template(value: Any) -> Template:
         ) from None
 
 
-async def traced(program: Program) -> tuple[Tracer, Template, str]:
-    """Operations, result, and why tracing ended early, "" if it did not.
+async def traced(program: Program) -> tuple[Tracer, dict[str, str], Template, str]:
+    """Operations, the root state's names, result, and why tracing ended early, "" if it did not.
 
     Raises TraceError for constants that are not bound, and whatever the program raises by itself.
     """
@@ -137,9 +144,10 @@ async def traced(program: Program) -> tuple[Tracer, Template, str]:
         name: program.bound[name] if name in program.bound else Value(tracer, f"arg:{name}")
         for name in program.parameters
     }
+    root = State(tracer, 0)
     try:
-        made = program.fn(State(tracer, 0), **given)
+        made = program.fn(root, **given)
         value = await made if inspect.isawaitable(made) else made
-        return tracer, template(value), ""
+        return tracer, root._names, template(value), ""
     except TraceError as error:
-        return tracer, Plain(None), str(error)
+        return tracer, root._names, Plain(None), str(error)
