@@ -93,7 +93,11 @@ class Operations:
                 **self._names(),
                 "dtype": info.dtype,
                 "device": info.device,
-                "speculation": {"max_nodes": info.max_nodes, "sources": list(info.sources)},
+                "speculation": {
+                    "max_nodes": info.max_nodes,
+                    "sources": list(info.sources),
+                    "head": info.draft_told or None,
+                },
                 "max_running_requests": info.max_rows,
                 "max_total_num_tokens": info.kv_tokens,
                 "context_length": info.max_context,

@@ -79,7 +79,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("target", MODEL, "text", "", "model to serve: path, short name or hub id", "MODEL"),
     Setting(
         "draft", MODEL, "text", "lookup",
-        "what guesses: none, lookup, a small model, or lookup+MODEL", "DRAFT",
+        "what guesses: none, lookup, nextn, a head or small model, or several joined by +", "DRAFT",
     ),
     Setting("device", MODEL, "text", "auto", "auto, cpu, cuda, cuda:N", "DEVICE"),
     Setting(
@@ -113,6 +113,10 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "max-nodes", SPECULATION, "whole", 32, "guesses per request and step at most", "N", low=0
+    ),
+    Setting(
+        "draft-taps", KERNELS, "text", "",
+        "layers' boundaries a head reads, if not what its file says, as 2,15,27", "LIST",
     ),
     Setting("host", SERVER, "text", "127.0.0.1", "address to listen on", "ADDRESS"),
     Setting("port", SERVER, "port", 8000, "HTTP and WebSocket port; 0 = a free one", "N"),

@@ -45,10 +45,14 @@ class TargetParts:
 
     @classmethod
     def read(cls, weights: Weights, dtype: torch.dtype, head: bool = True) -> TargetParts:
-        """Those of a checkpoint whose model keeps its weights to itself; head: is it needed?"""
+        """Those of a checkpoint whose model keeps its weights to itself; head: is it needed?
+
+        Such weights are quantised: half precision holds the embedding as well as `dtype` does.
+        """
         config = ModelConfig.from_checkpoint_config(weights.config)
         found = layout(weights, config)
-        embedding = weights.tensor(found.prefix + "embed_tokens.weight", dtype)
+        table = found.prefix + "embed_tokens.weight"
+        embedding = weights.tensor(table, torch.float16)
         norm = weights.tensor(found.prefix + "norm.weight", dtype)
 
         def missing(hidden: Tensor) -> Tensor:
@@ -56,8 +60,7 @@ class TargetParts:
 
         run = missing
         if head:
-            own = found.head
-            linear = Linear(embedding if own is None else weights.tensor(own, dtype))
+            linear = Linear(weights.tensor(found.head or table, dtype))
             cap = config.logit_softcap
 
             def run(hidden: Tensor) -> Tensor:

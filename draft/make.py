@@ -1,7 +1,8 @@
 """From the text of `--draft` to what drafts: the only place that knows drafters by name.
 
-Accepts `none`, `lookup`, a model (path, hub id or short name), or several joined by `+`. Loading
-the model is the caller's business, so that names can be checked before anything large is read.
+Accepts `none`, `lookup`, `nextn` (modules in the target's own checkpoint), a head or a model (path,
+hub id or short name), or several joined by `+`. Loading is the caller's business, so that names can
+be checked before anything large is read.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ LOOKUPS = ("prediction", "suffix", "radix", "shared")
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What `--draft` asks for: host look-ups or not, and a draft model's name or none."""
+    """What `--draft` asks for: host look-ups or not, and a head's or model's name or none.
+
+    nextn: the drafter is what the target's checkpoint itself brings; model is None then.
+    """
 
     lookup: bool
     model: str | None
+    nextn: bool = False
 
 
 def parse_draft(text: str) -> DraftChoice:
     """Read `--draft`. Raises ValueError naming the part that is wrong."""
-    lookup, model = False, None
+    lookup, model, nextn = False, None, False
     parts = [part.strip() for part in text.split("+")]
     for part in parts:
         if not part:
@@ -38,11 +43,26 @@ def parse_draft(text: str) -> DraftChoice:
                 raise ValueError("draft: none can't be joined with anything")
         elif part == "lookup":
             lookup = True
-        elif model is not None:
-            raise ValueError(f"draft: two models ({model} and {part}); one can be used at a time")
+        elif model is not None or nextn:
+            other = model or "nextn"
+            raise ValueError(f"draft: two models ({other} and {part}); one can be used at a time")
+        elif part == "nextn":
+            nextn = True
         else:
             model = part
-    return DraftChoice(lookup, model)
+    return DraftChoice(lookup, model, nextn)
+
+
+def parse_taps(text: str) -> tuple[int, ...] | None:
+    """Read `--draft-taps`: boundaries joined by commas, "" = what the head's file says."""
+    if not text:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"draft-taps: {text!r} is no list of whole numbers such as 2,15,27"
+        ) from None
 
 
 class Lookups:

@@ -15,7 +15,8 @@ from spec_serve.spec.request import Request, RequestError
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine serves. vocab_size: ids a caller may name; sources: names of its drafters."""
+    """What an engine serves. vocab_size: ids a caller may name; sources: names of its drafters;
+    draft_told: what a trial of its neural drafter found."""
 
     model: str
     draft: str
@@ -27,6 +28,7 @@ class EngineInfo:
     device: str
     max_nodes: int
     sources: tuple[str, ...]
+    draft_told: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ class EngineOptions:
     kv_fraction: share of the memory free after loading that the K/V store may take. max_nodes:
     guesses per row and step at most. speculation: what requests that say nothing get; off = none
     for any request, and no look-up or draft is kept. quantize: how plain weights are held by the
-    compiled model on a CPU; activations: bits it rounds activations to, 16 or 8.
+    compiled model on a CPU; activations: bits it rounds activations to, 16 or 8. draft_taps: the
+    target's boundaries a head reads ("2,15,27"), where its own configuration is not to be followed.
     """
 
     target: str
@@ -60,6 +61,7 @@ class EngineOptions:
     block_events: int = 0
     quantize: str = "none"
     activations: str = "16"
+    draft_taps: str = ""
 
 
 def assemble(
@@ -73,12 +75,14 @@ def assemble(
     cost: CostCurve | None = None,
     limits: Limits | None = None,
     spelling: Spelling | None = None,
+    draft_told: str = "",
 ) -> Engine:
     """An engine around a loaded target.
 
     vocab_size: leading ids that mean something (0 = all of the head's rows); the rows behind them
     are padding, never emitted and refused in requests. cost: a known cost curve; None = measure
     it now. spelling: the tokenizer constraints are compiled for; None = they are refused.
+    draft_told: what its rehearsal found out about the drafter.
     """
     device = target.device
     if attention is None:
@@ -143,6 +147,7 @@ def assemble(
             *((drafter.name,) if drafter is not None else ()),
             *((SOURCE,) if spelling is not None and mode != "off" else ()),
         ),
+        draft_told=draft_told,
     )
     scheduler = Scheduler(options.max_rows, options.step_tokens, BUSY_CHUNK)
     compiler = compiler_of(spelling) if spelling is not None else None

@@ -11,16 +11,12 @@ from pathlib import Path
 
 import torch
 
-from spec_serve.draft.base import Drafter
-from spec_serve.draft.make import parse_draft
-from spec_serve.draft.standalone import (
-    StandaloneDrafter,
-    common_vocabulary,
-    real_vocabulary,
-)
+from spec_serve.draft.make import parse_draft, parse_taps
+from spec_serve.draft.standalone import real_vocabulary
 from spec_serve.kernels.base import pick_backend
 from spec_serve.kernels.cpu.quantise import QUANTISERS
-from spec_serve.spec.assemble import EngineOptions, assemble, attention_for
+from spec_serve.spec.assemble import EngineOptions, assemble
+from spec_serve.spec.drafting import DraftLoader
 from spec_serve.spec.engine import Engine
 from spec_serve.target.hub import resolve
 from spec_serve.target.model import Model, load_model
@@ -56,6 +52,7 @@ def check_options(options: EngineOptions) -> None:
         raise ValueError(f"speculation: must be auto, off or max, got {options.speculation!r}")
     if options.activations not in ("16", "8"):
         raise ValueError(f"activations: must be 16 or 8, got {options.activations!r}")
+    parse_taps(options.draft_taps)
     if options.quantize not in QUANTISATIONS:
         known = ", ".join(QUANTISATIONS)
         raise ValueError(f"quantize: must be one of {known}, got {options.quantize!r}")
@@ -109,19 +106,18 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
     pick_backend(device, options.attention)
     shown = progress is not _quiet
     path = resolve(options.target, progress=shown)
-    draft_path = None
-    if choice.model is not None:
-        draft_path = resolve(choice.model, progress=shown)
     progress("tokenizer", 0.0)
     tokenizer = load_tokenizer(path)
-    drafter: Drafter | None = None
-    vocabulary = 0
-    if draft_path is not None:
-        vocabulary = common_vocabulary(tokenizer, load_tokenizer(draft_path))
+    loader = DraftLoader(choice, options, path, tokenizer, device, dtype, shown)
     target = _load(path, options, device, dtype, _share(progress, "target"))
-    if draft_path is not None:
-        draft = _load(draft_path, options, device, dtype, _share(progress, "draft"))
-        drafter = StandaloneDrafter(draft, attention_for(draft, options.attention), vocabulary)
+    drafter = loader.drafter(
+        target,
+        lambda found: _load(found, options, device, dtype, _share(progress, "draft")),
+    )
+    told = ""
+    if drafter is not None and drafter.taps:
+        progress("trying the head", 0.0)
+        told = loader.rehearse(target, drafter).told(drafter.name)
     progress("measuring", 0.0)
     engine = assemble(
         target,
@@ -130,6 +126,7 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
         lookup=choice.lookup,
         vocab_size=real_vocabulary(tokenizer),
         spelling=tokenizer,
+        draft_told=told,
     )
     progress("ready", 1.0)
     return engine, tokenizer

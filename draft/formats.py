@@ -1,0 +1,107 @@
+"""Which format a drafting checkpoint has, told by its tensors, and the drafter made of it.
+
+A table of recognisers, the most particular first; what none of them knows is an ordinary language
+model (draft/standalone.py). Names of files and models play no part. Knows the formats' modules;
+nothing of how a drafter is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spec_serve.draft.base import Drafter
+from spec_serve.draft.eagle import is_eagle, read_eagle
+from spec_serve.draft.eagle3 import is_eagle3, read_eagle3
+from spec_serve.draft.feature import FeatureDrafter
+from spec_serve.draft.head import FeatureHead, TargetParts
+from spec_serve.draft.head_file import HeadFile
+from spec_serve.draft.nextn import is_nextn, read_nextn
+from spec_serve.draft.pairing import check_embedding, check_vocabulary
+from spec_serve.kernels.base import AttentionBackend
+from spec_serve.target.config import ModelConfig
+from spec_serve.target.model import Weights
+from spec_serve.target.weights import Checkpoint, open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What a head is put together with.
+
+    config: the target's. real: ids of it that mean something. parts: what the head borrows, called
+    with whether the target's own head is needed. taps: boundaries to read, None = what the file
+    says.
+    """
+
+    config: ModelConfig
+    real: int
+    parts: Callable[[bool], TargetParts]
+    attention: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+    taps: tuple[int, ...] | None = None
+
+
+Made = Callable[[], Drafter]
+"""Loads a head whose files were checked, once its target is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A kind of head: recognised by the names of its tensors; `prepare` checks everything that is
+    cheap to check and raises HeadError, what it returns reads the weights."""
+
+    name: str
+    fits: Callable[[Sequence[str]], bool]
+    prepare: Callable[[Weights, Pairing], Made]
+
+
+def _loaded(file: HeadFile, pairing: Pairing) -> FeatureHead:
+    parts = pairing.parts(not file.has("lm_head.weight"))
+    if file.has("embed_tokens.weight"):
+        check_embedding(file.tensor("embed_tokens.weight", pairing.dtype), parts.embedding)
+    return FeatureHead(file, parts, pairing.dtype, pairing.device)
+
+
+def _feature(file: HeadFile, pairing: Pairing) -> Made:
+    check_vocabulary(file.config.block.vocab, pairing.config, pairing.real)
+    return lambda: FeatureDrafter(_loaded(file, pairing), pairing.attention)
+
+
+def _eagle(weights: Weights, pairing: Pairing) -> Made:
+    return _feature(read_eagle(weights, pairing.config, pairing.taps), pairing)
+
+
+def _eagle3(weights: Weights, pairing: Pairing) -> Made:
+    return _feature(read_eagle3(weights, pairing.config, pairing.taps), pairing)
+
+
+def prepare_nextn(weights: Weights, pairing: Pairing) -> Made:
+    """NEXTN modules, which may lie in the target's own checkpoint; HeadError if there are none."""
+    (file,) = read_nextn(weights, pairing.config)
+    return _feature(file, pairing)
+
+
+FORMATS: tuple[Format, ...] = (
+    Format("eagle3", is_eagle3, _eagle3),
+    Format("eagle", is_eagle, _eagle),
+    Format("nextn", is_nextn, prepare_nextn),
+)
+
+
+def recognise(weights: Weights) -> Format | None:
+    """The format of a drafter's checkpoint; None = an ordinary language model, or unknown."""
+    names = list(weights.names())
+    if "model.layers.0.input_layernorm.weight" in names and "model.norm.weight" in names:
+        return None  # a whole model, whatever else it brings
+    return next((entry for entry in FORMATS if entry.fits(names)), None)
+
+
+def open_draft(path: Path) -> Checkpoint:
+    """A drafter's checkpoint: a directory, a .gguf, or the .safetensors beside a config.json."""
+    if path.suffix == ".safetensors" and path.is_file():
+        path = path.parent
+    return open_checkpoint(path)
