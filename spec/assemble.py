@@ -117,11 +117,7 @@ def assemble(
         asked = row.request
         return lookups.sources(asked.salt, row.tokens, asked.speculation.prediction, row.prompt_len)
 
-    mode: Mode = "off"
-    if options.max_nodes and (lookup or drafter is not None):
-        mode = "auto" if options.speculation == "auto" else "max"
-        if options.speculation == "off":
-            mode = "off"
+    mode = _mode(options, lookup or drafter is not None)
     builder = Builder(
         store,
         cost,
@@ -161,6 +157,13 @@ def attention_for(model: Model, name: str = "auto") -> AttentionBackend:
             raise ValueError(f"attention: a compiled model has its own, not {name!r}")
         return NativeAttention()
     return pick_backend(model.device, name)
+
+
+def _mode(options: EngineOptions, drafts: bool) -> Mode:
+    """What requests that say nothing get."""
+    if not options.max_nodes or not drafts or options.speculation == "off":
+        return "off"
+    return "auto" if options.speculation == "auto" else "max"
 
 
 def _forget(salt: str, tokens: object) -> None:
