@@ -24,7 +24,7 @@ from spec_serve.kernels.cpu import native
 from spec_serve.kernels.cpu.attention import NativePlan
 from spec_serve.kernels.cpu.native import PackedMatrix, Pool
 from spec_serve.kernels.cpu.quantise import QUANTISERS
-from spec_serve.target.config import ConfigError, ModelConfig
+from spec_serve.target.config import ConfigError, ModelConfig, RopeConfig
 from spec_serve.target.model import Progress, TargetOut, layout
 from spec_serve.target.rope import inverse_frequencies
 from spec_serve.target.weights import Checkpoint
@@ -114,6 +114,16 @@ class NativeTransformer:
         return int(self._model.planes)
 
     @property
+    def raw(self) -> native.Model:
+        """What the library reads; drafting heads borrow matrices of it."""
+        return self._model
+
+    @property
+    def pool(self) -> Pool:
+        """The threads, which drafting heads share."""
+        return self._pool
+
+    @property
     def threads(self) -> int:
         """Threads that run a forward."""
         return self._pool.threads
@@ -143,11 +153,7 @@ class NativeTransformer:
         for rope in (config.rope, config.local_rope):
             if rope is None:
                 break
-            angles = torch.outer(
-                torch.arange(count, dtype=torch.float32), inverse_frequencies(rope, config.head_dim)
-            )
-            table = torch.cat((angles.cos(), angles.sin()), 1).mul_(rope.attention_factor)
-            self._rope.append(table.contiguous())
+            self._rope.append(rotation_table(rope, config.head_dim, count))
         self._positions = count
         self._model.rope = self._rope[0].data_ptr()
         self._model.local_rope = self._rope[1].data_ptr() if len(self._rope) > 1 else None
@@ -207,6 +213,14 @@ class NativeTransformer:
             raise MemoryError("no memory for a step of the compiled model")
         self.pace.learn(step.threads, nodes, perf_counter() - begun)
         return TargetOut(logits[:, : config.vocab], tapped, hidden)
+
+
+def rotation_table(rope: RopeConfig, dim: int, positions: int) -> Tensor:
+    """[positions, dim]: cosines of the half, then sines."""
+    angles = torch.outer(
+        torch.arange(positions, dtype=torch.float32), inverse_frequencies(rope, dim)
+    )
+    return torch.cat((angles.cos(), angles.sin()), 1).mul_(rope.attention_factor).contiguous()
 
 
 def _whole(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 3
+VERSION = 4
 ROWS, BLOCK = 16, 32
 MOST_GROUP = 16  # query heads per K/V head
 MOST_DIM = 256  # of a head

@@ -15,6 +15,8 @@ namespace avx2 {
 
 #include "parts.inl"
 
+#include "pick.inl"
+
 // The codes of one step (four inputs of eight rows) of a half group; at: its offset in the planes.
 template <int BITS>
 static inline __m256i codes(const uint8_t* planes, int step, int at) {
@@ -165,7 +167,7 @@ static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
 const Kernels& avx2_kernels() {
   using namespace avx2;
   static const Kernels all = {linear, quantise, norm,  rotate, gate,
-                              halves, attend,   merge, dequantise_row};
+                              halves, attend,   merge, dequantise_row, pick};
   return all;
 }
 

@@ -15,6 +15,8 @@ namespace avx512 {
 
 #include "parts.inl"
 
+#include "pick.inl"
+
 // The codes of one step: four inputs of sixteen rows.
 template <int BITS>
 static inline __m512i codes(const uint8_t* planes, int step) {
@@ -141,7 +143,7 @@ static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
 const Kernels& avx512_kernels() {
   using namespace avx512;
   static const Kernels all = {linear, quantise, norm,  rotate, gate,
-                              halves, attend,   merge, dequantise_row};
+                              halves, attend,   merge, dequantise_row, pick};
   return all;
 }
 

@@ -1,64 +1,22 @@
 // The whole forward of a step in one call: every thread runs the same sequence of parts and they
-// meet between them. How work is split among threads changes no bit: each value is made by one
-// thread in one order.
-#include <cstdlib>
+// meet between them.
 #include <cstring>
+#include <vector>
 
 #include "native.h"
-#include "pool.h"
+#include "team.h"
 
 namespace native {
-
-// Grows and never shrinks, aligned for vectors; a step allocates nothing once it was as large.
-class Scratch {
- public:
-  ~Scratch() { std::free(held_); }
-  void reserve(size_t bytes) {
-    if (bytes <= size_) return;
-    std::free(held_);
-    size_ = (bytes + (bytes >> 2) + 4095) & ~(size_t)4095;
-    held_ = std::aligned_alloc(64, size_);
-    if (!held_) size_ = 0;
-  }
-  char* data() const { return (char*)held_; }
-
- private:
-  void* held_ = nullptr;
-  size_t size_ = 0;
-};
-
-class Cut {  // hands out pieces of a scratch; the first pass only counts
- public:
-  explicit Cut(char* base) : base_(base) {}
-  template <typename T>
-  T* take(int64_t count) {
-    T* made = base_ ? (T*)(base_ + used_) : nullptr;
-    used_ += ((size_t)count * sizeof(T) + 63) & ~(size_t)63;
-    return made;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
-
-static inline int64_t padded(int64_t n) { return (n + kRows - 1) / kRows * kRows; }
 
 class Runner {
  public:
   Runner(const Model& model, const Kernels& kernels, Pool& pool)
-      : model_(model), kernels_(kernels), pool_(pool) {}
+      : model_(model), kernels_(kernels), team_(kernels, pool) {}
 
   bool forward(const Step& step) {
     step_ = &step;
     if (!arrange()) return false;
-    active_ = step.threads == 1 ? 1 : pool_.size();
-    if (active_ == 1) {
-      part(0);
-    } else {
-      pool_.run([this](int thread) { part(thread); });
-    }
+    team_.run(step.threads == 1, [this](int thread) { part(thread); });
     return true;
   }
 
@@ -90,7 +48,6 @@ class Runner {
     lay(cut, paths);
     int64_t at = 0;
     for (int64_t i = 0; i < s.nodes; i++) at = trace(i, at);
-    for (auto& ticket : tickets_) ticket.store(0);
     return true;
   }
 
@@ -140,53 +97,11 @@ class Runner {
     return Codes{q_, scale_, whole_, half_, inputs, inputs / kBlock, plane};
   }
 
-  void meet() {
-    if (active_ > 1) pool_.meet();
-  }
-
-  // f(i) for i of [0, count), shared among the threads by turns.
-  template <typename F>
-  void shared(int thread, int64_t count, const F& f) {
-    for (int64_t i = thread; i < count; i += active_) f(i);
-    meet();
-  }
-
-  void linear(int thread, const Stack& stack, const Codes& x, int64_t tokens, float* out,
-              int64_t stride, bool add) {
-    int all = 0;
-    for (int p = 0; p < stack.count; p++) all += groups(stack.parts[p]);
-    // Pieces of some groups each, taken as they come: another program may hold one of the cores.
-    const int threads = active_;
-    std::atomic<int64_t>& ticket = tickets_[turn_of(thread)];
-    const int piece = threads == 1 ? all : all / (threads * 8) > 1 ? all / (threads * 8) : 1;
-    for (;;) {
-      const int64_t from = ticket.fetch_add(piece, std::memory_order_relaxed);
-      if (from >= all) break;
-      const int to = from + piece < all ? (int)(from + piece) : all;
-      int begin = 0;
-      for (int p = 0; p < stack.count; p++) {
-        const Matrix& m = stack.parts[p];
-        const int size = groups(m);
-        const int low = from > begin ? (int)from - begin : 0;
-        const int high = to - begin < size ? to - begin : size;
-        if (low < high)
-          kernels_.linear(m, x, tokens, out + (int64_t)begin * kRows, stride, add, low, high);
-        begin += size;
-      }
-    }
-    meet();
-    if (thread == 0) ticket.store(0, std::memory_order_relaxed);
-  }
-
-  // Two tickets by turns: one is set back while the other is in use.
-  int turn_of(int thread) { return turns_[thread].value++ & 1; }
-
   void part(int thread) {
     const Step& s = *step_;
     const Model& m = model_;
     const int64_t n = s.nodes, hidden = m.hidden;
-    turns_[thread].value = 0;
-    shared(thread, n, [&](int64_t i) {
+    team_.shared(thread, n, [&](int64_t i) {
       float* x = x_ + i * hidden;
       kernels_.dequantise_row(m.embedding, s.tokens[i], x);
       if (m.embed_scale != 1.0f)
@@ -195,16 +110,16 @@ class Runner {
     });
     for (int layer = 0; layer < m.count; layer++) block(thread, layer);
     // Only where logits are wanted: the final norm, and the head.
-    shared(thread, s.logits, [&](int64_t i) {
+    team_.shared(thread, s.logits, [&](int64_t i) {
       float* h = s.hidden_out + i * hidden;
       kernels_.norm(x_ + s.logits_at[i] * hidden, m.norm, m.eps, hidden, h);
       kernels_.quantise(h, codes(hidden), i);
     });
     if (!s.logits) return;
     const int64_t stride = padded(m.vocab);
-    linear(thread, m.head, codes(hidden), s.logits, s.logits_out, stride, false);
+    team_.linear(thread, m.head, codes(hidden), s.logits, s.logits_out, stride, false);
     if (m.logit_softcap > 0)
-      shared(thread, s.logits, [&](int64_t i) {
+      team_.shared(thread, s.logits, [&](int64_t i) {
         float* l = s.logits_out + i * stride;
         for (int64_t j = 0; j < m.vocab; j++)
           l[j] = __builtin_tanhf(l[j] / m.logit_softcap) * m.logit_softcap;
@@ -230,16 +145,16 @@ class Runner {
     const Model& m = model_;
     const Layer& layer = m.layers[index];
     const int64_t n = s.nodes, hidden = m.hidden, q = (int64_t)m.heads * m.head_dim;
-    if (index == 0) shared(thread, n, [&](int64_t i) { normed(i, layer.attention_norm); });
-    linear(thread, layer.qkv, codes(hidden), n, y_, width_, false);
-    shared(thread, n, [&](int64_t i) { place(index, i); });
+    if (index == 0) team_.shared(thread, n, [&](int64_t i) { normed(i, layer.attention_norm); });
+    team_.linear(thread, layer.qkv, codes(hidden), n, y_, width_, false);
+    team_.shared(thread, n, [&](int64_t i) { place(index, i); });
     attention(thread, index);
-    shared(thread, n, [&](int64_t i) { kernels_.quantise(mixed_ + i * q, codes(q), i); });
+    team_.shared(thread, n, [&](int64_t i) { kernels_.quantise(mixed_ + i * q, codes(q), i); });
     join(thread, layer.out, codes(q), layer.after_attention,
          [&](int64_t i) { normed(i, layer.mlp_norm); });
     const int64_t inner = m.intermediate, wide = padded(2 * inner);
-    linear(thread, layer.gate_up, codes(hidden), n, z_, wide, false);
-    shared(thread, n, [&](int64_t i) {
+    team_.linear(thread, layer.gate_up, codes(hidden), n, z_, wide, false);
+    team_.shared(thread, n, [&](int64_t i) {
       float* gate = z_ + i * wide;
       kernels_.gate(gate, gate + inner, inner, m.activation);
       kernels_.quantise(gate, codes(inner), i);
@@ -256,11 +171,11 @@ class Runner {
   void join(int thread, const Stack& m, const Codes& x, const float* norm, const F& after) {
     const int64_t n = nodes_, hidden = model_.hidden, wide = padded(hidden);
     if (norm) {
-      linear(thread, m, x, n, y_, wide, false);
+      team_.linear(thread, m, x, n, y_, wide, false);
     } else {
-      linear(thread, m, x, n, x_, hidden, true);
+      team_.linear(thread, m, x, n, x_, hidden, true);
     }
-    shared(thread, n, [&](int64_t i) {
+    team_.shared(thread, n, [&](int64_t i) {
       if (norm) {
         float *y = y_ + i * wide, *to = x_ + i * hidden;
         kernels_.norm(y, norm, model_.eps, hidden, y);
@@ -300,7 +215,7 @@ class Runner {
     const int group = m.heads / m.kv_heads;
     const int64_t q = (int64_t)m.heads * dim;
     // Segment k of a node: its positions k * kSegment .. + kSegment.
-    shared(thread, nodes_ * m.kv_heads * segments_, [&](int64_t task) {
+    team_.shared(thread, nodes_ * m.kv_heads * segments_, [&](int64_t task) {
       const int64_t segment = task % segments_, i = task / segments_ / m.kv_heads;
       const int64_t kv = task / segments_ % m.kv_heads;
       const Node& node = node_[i];
@@ -315,7 +230,7 @@ class Runner {
                          s.v[index] + kv * dim, kept, group, (int)dim, m.attention_softcap};
       kernels_.attend(head, keys, from, to, parts_ + task * part_);
     });
-    shared(thread, nodes_ * m.kv_heads, [&](int64_t task) {
+    team_.shared(thread, nodes_ * m.kv_heads, [&](int64_t task) {
       const int64_t i = task / m.kv_heads, kv = task % m.kv_heads;
       const Node& node = node_[i];
       const int64_t first = (node.first + seen_from(layer, node)) / kSegment;
@@ -331,15 +246,10 @@ class Runner {
     return hidden > 0 ? hidden : 0;
   }
 
-  struct alignas(64) Turn {
-    int value = 0;
-  };
-
   const Model& model_;
   const Kernels& kernels_;
-  Pool& pool_;
+  Team team_;
   const Step* step_ = nullptr;
-  int active_ = 1;
   Scratch scratch_;
   int64_t nodes_ = 0, width_ = 0, segments_ = 0, part_ = 0;
   float *x_ = nullptr, *y_ = nullptr, *z_ = nullptr, *mixed_ = nullptr, *parts_ = nullptr;
@@ -347,11 +257,9 @@ class Runner {
   int8_t* q_ = nullptr;
   Node* node_ = nullptr;
   int64_t* own_ = nullptr;
-  std::atomic<int64_t> tickets_[2] = {{0}, {0}};
-  Turn turns_[256];
 };
 
-static const Kernels* kernels_of(const char* name) {
+const Kernels* kernels_of(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has512 = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
@@ -376,7 +284,7 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int spec_native_version() { return 3; }
+EXPORT int spec_native_version() { return 4; }
 
 EXPORT const char* spec_native_isa(const char* wanted) {
   const native::Kernels* found = native::kernels_of(wanted);

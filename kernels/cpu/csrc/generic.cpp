@@ -24,6 +24,8 @@ static inline void to_half8(f8 v, uint16_t* out) {
 
 #include "parts.inl"
 
+#include "pick.inl"
+
 static inline int code_of(const Codes& x, const int8_t* q, int at) {
   return x.plane ? kPlane * q[at] + q[x.plane + at] : q[at];
 }
@@ -75,7 +77,7 @@ static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
 const Kernels& generic_kernels() {
   using namespace generic;
   static const Kernels all = {linear, quantise, norm,  rotate, gate,
-                              halves, attend,   merge, dequantise_row};
+                              halves, attend,   merge, dequantise_row, pick};
   return all;
 }
 

@@ -112,6 +112,14 @@ struct Head {  // attention of one node and one K/V head over one segment
   float softcap;
 };
 
+// How the next token of one place is drawn: temperature 0 = the largest logit; else noise that is
+// a hash of `key` and the token's id is added, as kernels/noise.py does.
+struct Draw {
+  float temperature;
+  uint64_t key;
+  const int32_t* ids;  // of the logits' tokens; null = 0, 1, 2, ...
+};
+
 // Filled once per instruction set; bits do not depend on how many tokens are passed.
 struct Kernels {
   // out[t * out_stride + row] (+)= W x, for groups [from, to)
@@ -126,7 +134,12 @@ struct Kernels {
   void (*attend)(const Head&, const Keys&, int64_t from, int64_t to, float* out);
   void (*merge)(const float* parts, int64_t count, int64_t stride, int group, int dim, float* out);
   void (*dequantise_row)(const Matrix&, int64_t row, float* out);
+  // The `count` likeliest of x [size, padded to 16], which is used up: places and log-probabilities.
+  void (*pick)(float* x, int64_t size, const Draw&, int count, int32_t* chosen, float* scores);
 };
+
+// By name ("auto": the best there is), null if this processor lacks it.
+const Kernels* kernels_of(const char* name);
 
 const Kernels& generic_kernels();
 #if defined(__x86_64__)
