@@ -44,6 +44,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._abort: asyncio.TimerHandle | None = None
 
+    @property
+    def unheard(self) -> bool:
+        """Whether no request came yet, or the answer to one is still missing."""
+        return not self._heads or self.cycle is None or not self.cycle.response_complete
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect(HEAD_S)

@@ -41,6 +41,8 @@ def bridge(door: Door) -> Callable[..., Handover]:
 class Handover(asyncio.Protocol):
     """Stands between uvicorn's HTTP parser and picows for the length of a handshake."""
 
+    unheard = True  # and so not to be cut off when the port closes, see api/server.py
+
     def __init__(self, door: Door, connections: set[Any], burst: Burst) -> None:
         self._door, self._connections, self._burst = door, connections, burst
         self._inner: Any = None

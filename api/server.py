@@ -49,6 +49,7 @@ log = logging.getLogger("spec_serve.server")
 
 MAX_FRAME = 8 << 20
 FLUSH_S = 3.0  # for sending what cancelled generations still have to say
+HEARD_S = 1.0  # for a request to come over a connection that has had none when the port closes
 CLOSE_S = 5.0  # for the HTTP side to end once its sockets are closed
 
 
@@ -265,17 +266,32 @@ class Server:
                 return
             await asyncio.sleep(0.02)
 
+    async def _close_the_door(self) -> None:
+        """Take no more HTTP connections, and answer those that the kernel took for us.
+
+        Who connected just before would else see the socket close without a word, which tells no
+        client whether to try again; as we drain they are told so (503).
+        """
+        if self._http is None or not self._http.started:
+            return
+        for _ in range(2):  # the loop accepts all that wait before it comes back here
+            await asyncio.sleep(0)
+        for server in self._http.servers:
+            server.close()
+        await asyncio.sleep(0.02)  # until the last of them are known
+        open_ones = self._http.server_state.connections
+        await _within(HEARD_S, lambda: not any(getattr(c, "unheard", False) for c in open_ones))
+
     async def close(self) -> None:
         """Close what is open, in the order that lets everybody be told."""
+        self.service.draining = True
+        await self._close_the_door()
         for session in self.app.sessions:
             session.close(RESTART)
         if self.grpc is not None:
             await self.grpc.stop(0.5)
         if self._http is not None and self._serving is not None:
-            for _ in range(50):  # the close frames first
-                if not self.app.sessions:
-                    break
-                await asyncio.sleep(0.02)
+            await _within(1.0, lambda: not self.app.sessions)  # the close frames first
             # Who does not read never sees a close frame, and would keep its socket open for ever.
             for connection in list(self._http.server_state.connections):
                 transport = getattr(connection, "transport", None)
@@ -295,6 +311,13 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.remove_signal_handler(number)
+
+
+async def _within(most_s: float, true: Callable[[], bool]) -> None:
+    """Wait until something is true, at most so long."""
+    end = asyncio.get_running_loop().time() + most_s
+    while not true() and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.02)
 
 
 def _uvicorn_config(

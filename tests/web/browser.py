@@ -147,6 +147,17 @@ def done(page: Page, count: int = 1) -> None:
     expect(page.locator("#stop")).to_be_hidden(timeout=WAIT_MS)
 
 
+@contextmanager
+def anew(page: Page, at: int = 0) -> Iterator[None]:
+    """Around what asks for an answer anew: ends once the old one at this place is gone.
+
+    Until then it still counts as an answer that stands there.
+    """
+    old = answers(page).nth(at).element_handle()
+    yield
+    old.wait_for_element_state("hidden", timeout=WAIT_MS)
+
+
 def stored(page: Page) -> Any:
     """All messages in the browser's store, as [chat, at, role, state, text]."""
     return page.evaluate(

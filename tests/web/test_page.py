@@ -11,7 +11,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.web.browser import Reader, answers, done, kept, say, stored
+from tests.web.browser import Reader, anew, answers, done, kept, say, stored
 from tests.web.texts import long_text
 
 
@@ -98,7 +98,8 @@ def test_regenerate_and_edit(reader: Reader) -> None:
     say(page, "second")
     done(page, 2)
     before = stored(page)
-    answers(page).nth(1).get_by_role("button", name="Regenerate").click()
+    with anew(page, 1):
+        answers(page).nth(1).get_by_role("button", name="Regenerate").click()
     done(page, 2)
     expect(answers(page).nth(1).locator(".body")).to_have_text("second")
     assert [row[1:] for row in stored(page)] == [row[1:] for row in before]

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.servers import start
 from tests.tiny import write_tiny_model_dir
-from tests.web.browser import PageServer, Reader, answers, done, say, stored
+from tests.web.browser import PageServer, Reader, anew, answers, done, say, stored
 
 
 def choose(page: Page, mode: str) -> None:
@@ -46,7 +46,8 @@ def test_real_guesses_are_shown_and_change_no_text(
         assert per_step > 1.5  # the draft is the target: most guesses are right
         assert page.evaluate("['source-0', 'hot-0'].some((name) => CSS.highlights.get(name)?.size)")
         choose(page, "Off")
-        page.get_by_role("button", name="Regenerate").click()
+        with anew(page):
+            page.get_by_role("button", name="Regenerate").click()
         expect(page.locator("#strip [data-key='per-step'] dd")).to_have_text("1.00")
         done(page)
         assert stored(page)[1][4] == text

@@ -9,7 +9,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
-from tests.web.browser import Reader, answers, done, say
+from tests.web.browser import Reader, anew, answers, done, say, stored
 
 UNNAMED = """() => [..."button, input, textarea, select, a, dialog, nav, aside".split(", ")]
   .flatMap((kind) => [...document.querySelectorAll(kind)])
@@ -130,6 +130,23 @@ def test_enter_sends_and_shift_enter_starts_a_line(reader: Reader) -> None:
     expect(box).to_have_value("")
 
 
+def test_what_is_sent_too_soon_stays_in_the_box(reader: Reader) -> None:
+    page = reader.open()
+    expect(page.locator("#model")).to_have_text("echo")
+    box = page.locator("#input")
+    page.evaluate(  # the second before the browser has stored the first
+        """() => {
+          const box = document.querySelector("#input"), form = document.querySelector("#composer");
+          for (const text of ["one", "two"]) { box.value = text; form.requestSubmit(); }
+        }"""
+    )
+    done(page)
+    expect(box).to_have_value("two")
+    box.press("Enter")
+    done(page, 2)
+    assert [row[4] for row in stored(page)] == ["one", "one", "two", "two"]
+
+
 def test_themes_follow_the_system_or_the_switch(reader: Reader) -> None:
     page = reader.open()
     shade = "getComputedStyle(document.body).backgroundColor"
@@ -204,7 +221,8 @@ def test_a_refused_request_says_why_and_can_be_tried_again(reader: Reader) -> No
     say(page, "refuse this")
     error = page.locator(".note.error")
     expect(error).to_contain_text("the template refuses it")
-    page.get_by_role("button", name="Try again").click()
+    with anew(page):
+        page.get_by_role("button", name="Try again").click()
     done(page)
     expect(error).to_contain_text("the template refuses it")
     say(page, "better")

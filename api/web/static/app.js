@@ -21,7 +21,8 @@ const REMEDIES = { waiting: "Try now", key: "Enter a key" };
 const FIGURES_MS = 200, PLACE = "specserve.chat";
 
 const app = $("app"), log = $("log"), scroller = $("scroller"), input = $("input");
-let chats = [], pinned = true, figuresDue = 0, shownAnswer = null;
+let chats = [], pinned = true, figuresDue = 0, shownAnswer = null, begun = false, begin;
+const beginning = new Promise((resolve) => { begin = () => { begun = true; resolve(); }; });
 
 // ---- notices
 
@@ -204,13 +205,17 @@ function fit() {
 }
 
 async function submit() {
+  if (!begun) await beginning;  // the store is not open yet, and would not know what was said
   const text = input.value;
-  if (!text.trim() || conversation.answer || conversation.elsewhere) return;
+  if (!text.trim() || conversation.busy || conversation.elsewhere) return;
   input.value = "";
   fit();
   pinned = true;
   notice("");
-  if (!(await conversation.send(text)) && !input.value) { input.value = text; fit(); }
+  if (!(await conversation.send(text))) {  // back into the box, before what was typed meanwhile
+    input.value = input.value ? `${text}\n${input.value}` : text;
+    fit();
+  }
   showComposer();
 }
 
@@ -305,6 +310,7 @@ try { last = sessionStorage.getItem(PLACE); } catch { /* a tab without storage *
 if (last && chats.some((chat) => chat.id === last)) await show(last);
 else showAround();
 await conversation.restore(chats);
+begin();
 link.connect();
 // A tab that wrote here may be gone: then its answer is taken over.
 setInterval(async () => {

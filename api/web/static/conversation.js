@@ -20,6 +20,7 @@ export class Conversation {
   constructor({ store, link, log, on }) {
     Object.assign(this, { store, link, log, on });
     this.running = new Map();  // message id -> Answer, of all chats
+    this.turning = new Set();  // ids of chats where a turn is being taken
     this.reset();
   }
 
@@ -35,6 +36,9 @@ export class Conversation {
 
   // The answer that is being written here by this tab.
   get answer() { return [...this.running.values()].find((answer) => answer.chat === this.id) ?? null; }
+
+  // Whether an answer is written here, or a turn taken that will have one.
+  get busy() { return this.answer !== null || this.turning.has(this.id); }
 
   get elsewhere() { return this.store.writtenElsewhere(this.chat); }
 
@@ -89,8 +93,14 @@ export class Conversation {
   // Says something at a place (what stands there and behind it goes), or asks for the answer there
   // anew. after: an answer that was cut, to be had again with the same seed; its text is sent as the
   // prediction, so that what is known already is only checked. Resolves to whether it was taken.
-  async turn(at, { user, after }) {
-    if (this.elsewhere) return false;
+  async turn(at, what) {
+    const { id } = this;
+    if (this.elsewhere || this.turning.has(id)) return false;
+    this.turning.add(id);
+    try { return await this.take(at, what); } finally { this.turning.delete(id); }
+  }
+
+  async take(at, { user, after }) {
     if (this.answer) await this.answer.stopped();
     const earlier = this.views.slice(0, at).map((view) => view.message);
     const add = [];

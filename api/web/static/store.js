@@ -6,7 +6,8 @@
 // Knows no DOM and no server.
 
 const DATABASE = "specserve", VERSION = 1;
-const SAME_MS = 60;  // for other tabs to answer
+const SAME_MS = 1000;  // for the page before to let go of its tab's name
+const ANSWER_MS = 60;  // for other tabs to answer, where there are no locks
 export const LEASE_MS = 5000;  // a writer that says nothing for so long is gone
 
 export class Stale extends Error {}
@@ -64,14 +65,30 @@ export class Store {
     } catch { /* a tab without storage has no past */ }
   }
 
-  // A duplicated tab starts with a copy of the other's storage, its name included.
+  // A duplicated tab starts with a copy of the other's storage, its name included. Who has a name
+  // holds a lock of it; browsers have none for pages over plain HTTP, there the others are asked.
   async ownName() {
-    if (!this.channel) return;
-    this.channel.postMessage({ who: this.tab, self: this.self });
-    await new Promise((resolve) => setTimeout(resolve, SAME_MS));
-    if (!this.taken) return;
+    if (navigator.locks ? await this.holds() : !(await this.isTaken())) return;
     this.tab = randomId(6);
     try { sessionStorage.setItem("specserve.tab", this.tab); } catch { /* no storage */ }
+    if (navigator.locks) await this.holds();
+  }
+
+  // Takes the name's lock until the page is left; false if somebody has it.
+  holds() {
+    return new Promise((resolve) => {
+      navigator.locks.request(`specserve.${this.tab}`, { signal: AbortSignal.timeout(SAME_MS) }, () => {
+        resolve(true);
+        return new Promise(() => {});
+      }).catch(() => resolve(false));
+    });
+  }
+
+  async isTaken() {
+    if (!this.channel) return false;
+    this.channel.postMessage({ who: this.tab, self: this.self });
+    await new Promise((resolve) => setTimeout(resolve, ANSWER_MS));
+    return this.taken;
   }
 
   async open() {
