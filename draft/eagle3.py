@@ -101,8 +101,7 @@ def read_eagle3(
             f"target_hidden_size: the head reads features of {wide}, the target's have"
             f" {target.hidden}; it was made for another model"
         )
-    chosen, final_norm = _taps(raw, contained, target, roles)
-    chosen = chosen if taps is None else taps
+    chosen, final_norm = _taps(raw, contained, target, taps)
     outside = [tap for tap in chosen if not 0 <= tap <= target.layers]
     if outside:
         raise HeadError(
@@ -128,21 +127,22 @@ def read_eagle3(
 
 
 def _taps(
-    raw: Raw, contained: bool, target: ModelConfig, roles: Mapping[str, str]
+    raw: Raw, contained: bool, target: ModelConfig, taps: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], bool]:
     """Boundaries the head reads, and whether the target's final norm comes behind them.
 
-    Two conventions are in use. `speculators` writes boundaries; the nested key, where its first id
-    is 1, writes layers whose output is meant (boundary = id + 1), else boundaries.
+    Two conventions are in use. `speculators` writes boundaries; elsewhere a list whose first id is
+    1 means layers whose output is read (boundary = id + 1), any other list boundaries.
     """
     nested = raw.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
-        return (target.layers,), True
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    if not contained and ids is None:
-        ids = nested.get("eagle_aux_hidden_state_layer_ids")
-        if ids and int(ids[0]) == 1:
-            ids = [int(i) + 1 for i in ids]
+        return taps or (target.layers,), not taps
+    if taps is not None:
+        return taps, False
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = raw.get(key) or nested.get(key)
+    if ids and not contained and int(ids[0]) == 1:
+        ids = [int(i) + 1 for i in ids]
     if ids:
         return tuple(int(i) for i in ids), False
     if target.layers < 4:

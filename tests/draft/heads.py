@@ -18,9 +18,15 @@ from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import chain
 from spec_serve.draft.base import Drafter, Plan, Seen, Trees
-from spec_serve.draft.head import TargetParts
+from spec_serve.draft.eagle import read_eagle
+from spec_serve.draft.eagle3 import read_eagle3
+from spec_serve.draft.feature import FeatureDrafter
+from spec_serve.draft.head import FeatureHead, TargetParts
+from spec_serve.draft.nextn import read_nextn
+from spec_serve.kernels.reference import TorchAttention
 from spec_serve.target.config import ModelConfig
 from spec_serve.target.layers import RMSNorm
+from spec_serve.target.model import Transformer
 from tests.tiny import MemoryCheckpoint
 
 V, H, INNER, NH, NK, D = 96, 64, 128, 4, 2, 16
@@ -198,3 +204,24 @@ def nextn_shapes(family: str, *, layers: int = 4) -> dict[str, tuple[int, ...]]:
         **{prefix + name: (H,) for name in (*own, *norms)},
         **layer_shapes(prefix),
     }
+
+
+def for_target(kind: str, model: Transformer, taps: tuple[int, ...] = (1, 2, 3)) -> FeatureDrafter:
+    """A random head of a kind for a tiny target, whose hidden size must be H."""
+    vocab = model.config.vocab
+    raw = {**CONFIG, "vocab_size": vocab, "num_hidden_layers": model.config.layers}
+    if kind == "eagle":
+        tensors = fill(eagle_shapes(True, embedding=False), 1)
+        file = read_eagle(checkpoint(raw, tensors), model.config)
+    elif kind == "nextn":
+        tensors = fill(nextn_shapes("mimo"), 2)
+        (file,) = read_nextn(checkpoint(raw, tensors), model.config)
+    else:
+        assert kind == "eagle3"
+        shapes = {**eagle3_shapes(vocab // 2), "fc.weight": (H, len(taps) * H)}
+        del shapes["embed_tokens.weight"]
+        tensors = fill(shapes, 3)
+        tensors["d2t"] = torch.arange(vocab // 2)  # every other token
+        raw["draft_vocab_size"] = vocab // 2
+        file = read_eagle3(checkpoint(raw, tensors), model.config, taps)
+    return FeatureDrafter(FeatureHead(file, TargetParts.of(model)), TorchAttention(exact=True))
