@@ -307,7 +307,9 @@ class Builder:
                 row.source_of = ()
             row.tree = tree
             if row.walk is not None:
-                row.mask(part.final)
+                row.force(part.final)
+                if part.final:
+                    job.meanwhile.append(row.mask)
             total = len(tree.tokens)
             held = 1 if row.next_slot and not row.replay else 0
             scratch = self._scratch(row, part, plan)

@@ -15,7 +15,7 @@ from spec_serve.draft.base import Guess, Source
 from spec_serve.draft.budget import Calibration
 from spec_serve.draft.mix import Candidates, Trust
 from spec_serve.spec.admission import EngineInfo, capacity
-from spec_serve.spec.constraint import SOURCE, Walk, singles
+from spec_serve.spec.constraint import SOURCE, Walk
 from spec_serve.spec.request import Reason, Request, TokenLogprob
 from spec_serve.spec.sampling import RowSampling
 
@@ -191,16 +191,19 @@ class Row:
             candidates = self.walk.prune(candidates, limit, depth if certain else 0)
         return candidates if candidates.tokens else None
 
-    def mask(self, emitting: bool) -> None:
-        """Hand the masks of the step's nodes to the sampling; where one leaves a single token no
-        logits are needed, unless somebody wants to see them."""
+    def force(self, emitting: bool) -> None:
+        """Tell the sampling at which nodes a single token can follow: no logits are needed there,
+        unless somebody wants to see them. emitting: something is drawn in this step at all."""
         assert self.walk is not None
         state = self.sampling
         state.masks, state.forced = (), {}
-        if emitting:
-            state.masks = self.walk.masks(self.source_of)
-            if self.request.logprobs is None and self.scored:
-                state.forced = singles(state.masks)
+        if emitting and self.request.logprobs is None and self.scored:
+            state.forced = self.walk.known(self.source_of)
+
+    def mask(self) -> None:
+        """Hand the masks of the step's nodes to the sampling."""
+        assert self.walk is not None
+        self.sampling.masks = self.walk.masks(self.source_of)
 
     def _tell(self) -> None:
         """Tell the look-ups what became certain since they were last asked."""

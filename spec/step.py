@@ -7,7 +7,7 @@ conditions are not known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
@@ -48,6 +48,8 @@ class Job:
     chain. replays: batch nodes whose table entry must stay. score_rows: (batch row, top) of rows
     that want log-probabilities; prompt: of rows whose given nodes are scored too.
     continued: (batch row, chains of its nodes) to be scored from the last given node on.
+    meanwhile: what the host has to do before anything is drawn, but not before the forward: a GPU
+    runs it at the same time.
     """
 
     twigs: list[Twig]
@@ -59,6 +61,7 @@ class Job:
     score_rows: list[tuple[int, int]] = field(default_factory=list)
     prompt_rows: list[tuple[int, int]] = field(default_factory=list)
     continued: list[tuple[int, list[list[int]]]] = field(default_factory=list)
+    meanwhile: list[Callable[[], None]] = field(default_factory=list)
     drafting: list[DraftRow] = field(default_factory=list)
     plan: Plan = Plan(0, 0, 0)
 
@@ -119,6 +122,8 @@ class TorchDevice:
         plan = self._attention.plan(batch, self.pool.table)
         taps = () if self._drafter is None else self._drafter.taps
         out = self.model.forward(batch, self._layers, plan, taps)
+        for task in job.meanwhile:
+            task()
         logits = out.logits
         if logits.shape[1] > self._vocabulary:
             logits = logits[:, : self._vocabulary]
