@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from spec_serve.api.auth import LOCAL, Principal
 from spec_serve.api.messages import Generate
@@ -29,6 +29,8 @@ from spec_serve.spec.request import (
     Speculation,
     Stopping,
 )
+
+S = TypeVar("S", bound=TextStream)
 
 
 class TextTokens(TokenTable, Protocol):
@@ -118,8 +120,12 @@ class Prepared:
 
     def text_stream(self) -> TextStream:
         """Fresh: one for each choice."""
+        return self.stream(TextStream)
+
+    def stream(self, kind: type[S]) -> S:
+        """The same, of another class."""
         wire = self.wire
-        return TextStream(
+        return kind(
             self.tokenizer,
             self.stops if self.stops is not None else (),
             skip_special=wire.skip_special_tokens,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 from time import monotonic
 from typing import Any, get_args
 
 from spec_serve.api import messages as m
 from spec_serve.api.convert import Prepared, wire_field
+from spec_serve.api.text import TextStream
 from spec_serve.spec.request import (
     Constrained,
     Delta,
@@ -33,6 +35,7 @@ CODES: dict[str, m.Code] = {code: code for code in get_args(m.Code)}
 RETRY_MS = {"overloaded": 1000, "draining": 5000, "rate_limited": 1000}
 
 _NOTHING: list[Any] = []  # stands in many messages: never changed
+_Step, _Delta = m.Step, m.Delta
 
 Numbered = m.Started | m.Delta | m.PromptLogprobs | m.Finished | m.Error
 
@@ -40,17 +43,18 @@ Numbered = m.Started | m.Delta | m.PromptLogprobs | m.Finished | m.Error
 class Outbox:
     """Messages of one connection that wait to be sent. wake: called when there is something.
 
-    direct: takes a numbered message at once, while nothing waits; None: messages wait for `take`.
+    now: who takes a numbered message at once, None where it has to wait for `take`.
     """
 
-    __slots__ = ("_bytes", "_next", "_open", "_since", "_waiting", "direct", "wake")
+    __slots__ = ("_bytes", "_direct", "_numbers", "_open", "_since", "_waiting", "now", "wake")
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
-        self.direct: Callable[[Numbered], None] | None = None
+        self.now: Callable[[Numbered], None] | None = None
+        self._numbers: dict[str, count[int]] = {}
+        self._direct: Callable[[Numbered], None] | None = None
         self._waiting: list[Numbered] = []
         self._open: dict[tuple[str, int], m.Delta] = {}
-        self._next: dict[str, int] = {}
         self._bytes = 0
         self._since = 0.0
 
@@ -64,12 +68,16 @@ class Outbox:
             return False
         return self._bytes > MAX_BYTES or monotonic() - self._since > MAX_STUCK_S
 
+    def direct(self, direct: Callable[[Numbered], None] | None) -> None:
+        """Hand messages to this from now on, while none waits; None: all wait for `take`."""
+        self._direct = direct
+        self.now = None if self._waiting else direct
+
     def put(self, message: Numbered, merge: bool = False) -> None:
         """Append; a delta joins an unsent one of its choice if many wait, or if told to."""
-        direct = self.direct
-        if direct is not None and not self._waiting:
+        if (now := self.now) is not None:
             self._number(message)
-            direct(message)
+            now(message)
             return
         self._bytes += weigh(message)
         if type(message) is m.Delta:
@@ -91,20 +99,29 @@ class Outbox:
                 del self._open[key]
         if not self._waiting:
             self._since = monotonic()
+            self.now = None
         self._waiting.append(message)
         self.wake()
 
     def go_on(self, gen: str, seq: int) -> None:
         """The next message of gen has this number: a generation moved here in its middle."""
-        self._next[gen] = seq
+        self._numbers[gen] = count(seq)
+
+    def numbers(self, gen: str) -> count[int]:
+        """What counts the messages of gen. Who asks while none waits may number them itself."""
+        found = self._numbers.get(gen)
+        if found is None:
+            found = self._numbers[gen] = count()
+        return found
 
     def leave(self, gen: str) -> None:
         """Number gen's messages no longer: it has moved away, and nothing of it waits."""
-        self._next.pop(gen, None)
+        self._numbers.pop(gen, None)
 
     def take(self) -> list[Numbered]:
         """All that wait, numbered per generation without gaps."""
         taken, self._waiting = self._waiting, []
+        self.now = self._direct
         self._open.clear()
         self._bytes = 0
         for message in taken:
@@ -115,13 +132,9 @@ class Outbox:
         gen = message.gen
         if gen is None:
             return
-        numbers = self._next
-        message.seq = seq = numbers.get(gen, 0)
-        numbers[gen] = seq + 1
-        if type(message) is m.Delta:
-            return
+        message.seq = next(self.numbers(gen))
         if type(message) is m.Error or (type(message) is m.Finished and message.last):
-            del self._next[gen]
+            del self._numbers[gen]
 
 
 def weigh(message: Numbered) -> int:
@@ -151,12 +164,14 @@ def failure(error: RequestError, gen: str | None = None, wire: m.Generate | None
 class Generation:
     """A request on its way. `take` is its sink. cancel: ends the request in the engine.
 
-    `over` once its last message is in the outbox; `on_over` is called then.
+    `over` once its last message is in the outbox; `on_over` is called then. note: told each event
+    first, but of deltas only the first.
     """
 
     __slots__ = (
-        "_cancel", "_detail", "_ids", "_left", "_model", "_on_over", "_outbox", "_plain",
-        "_prepared", "_started", "_streams", "_tallies", "_token_text", "gen", "id", "over",
+        "_cancel", "_choices", "_detail", "_early", "_first", "_ids", "_left", "_model", "_numbers",
+        "_on_over", "_outbox", "_plain", "_prepared", "_started", "_token_text", "gen", "id",
+        "note", "over",
     )  # fmt: skip
 
     def __init__(
@@ -171,10 +186,13 @@ class Generation:
         request = prepared.request
         self.gen, self.id = gen, request.id
         self.over = False
+        self.note: Callable[[Event], None] = _unnoted
+        self._early = True  # no tokens yet
         self._model, self._prepared, self._outbox = model, prepared, outbox
         self._cancel, self._on_over = cancel, on_over
-        self._streams = [prepared.text_stream() for _ in range(request.n)]
-        self._tallies = [Tally() for _ in range(request.n)]
+        self._choices = [prepared.stream(Choice) for _ in range(request.n)]
+        self._first = self._choices[0]
+        self._numbers: count[int] | None = None  # the outbox's, once asked for
         self._left = request.n
         self._started = False
         wire = prepared.wire
@@ -184,12 +202,52 @@ class Generation:
 
     def take(self, event: Event) -> None:
         """Turn one event into messages; called in the loop's thread."""
+        if type(event) is not Delta:
+            self.note(event)
+            self.tell(event)
+            return
+        # For every delta of every stream: few calls, and few objects that the processor's cache
+        # may have lost since the last step.
+        if self._early:
+            self._early = False
+            self.note(event)
+        if self.over:
+            return
+        index, step = event.index, event.step
+        choice = self._choices[index] if index else self._first
+        text = choice.push(event.tokens)
+        choice.drafted += step.drafted
+        try:
+            choice.histogram[step.accepted] += 1
+        except IndexError:
+            choice.widen(step.accepted)
+        ids = event.tokens if self._ids else _NOTHING
+        logprobs = self._logprobs(event.logprobs) if event.logprobs else _NOTHING
+        if self._plain:
+            made = _Step(
+                step.step, step.drafted, step.accepted, step.sources,
+                step.draft_us, step.verify_us, step.host_us,
+                _NOTHING, _NOTHING, _NOTHING, _NOTHING,
+            )  # fmt: skip
+            steps = [made]
+        else:
+            steps = [self._step(step)] if self._detail == "tokens" else _NOTHING
+            if not (text or ids or logprobs or steps):
+                return
+        outbox = self._outbox
+        if (now := outbox.now) is None:
+            outbox.put(_Delta(self.gen, 0, index, text, ids, logprobs, steps))
+        else:  # as `put` would
+            if (numbers := self._numbers) is None:
+                numbers = self._numbers = outbox.numbers(self.gen)
+            now(_Delta(self.gen, next(numbers), index, text, ids, logprobs, steps))
+
+    def tell(self, event: Event) -> None:
+        """The same for an event other than a delta, without noting it."""
         if self.over:
             return
         kind = type(event)
-        if kind is Delta:
-            self._delta(event)  # type: ignore[arg-type]
-        elif kind is Finished:
+        if kind is Finished:
             self._finished(event)  # type: ignore[arg-type]
         elif kind is Started:
             if not self._started:
@@ -199,7 +257,7 @@ class Generation:
 
     def move(self, outbox: Outbox, on_over: Callable[[str], None]) -> None:
         """From now on messages go elsewhere; the outboxes number them."""
-        self._outbox, self._on_over = outbox, on_over
+        self._outbox, self._on_over, self._numbers = outbox, on_over, None
 
     def _start(self, event: Started) -> None:
         self._started = True
@@ -210,23 +268,6 @@ class Generation:
                 event.cached_tokens, event.queue_ms,
             )
         )  # fmt: skip
-
-    def _delta(self, event: Delta) -> None:
-        index, step = event.index, event.step
-        text = self._streams[index].push(event.tokens)
-        self._tallies[index].add(step)
-        ids = event.tokens if self._ids else _NOTHING
-        logprobs = self._logprobs(event.logprobs) if event.logprobs else _NOTHING
-        if self._plain:
-            made = m.Step(
-                step.step, step.drafted, step.accepted, step.sources,
-                step.draft_us, step.verify_us, step.host_us,
-            )  # fmt: skip
-            steps = [made]
-        else:
-            steps = [self._step(step)] if self._detail == "tokens" else _NOTHING
-        if text or ids or logprobs or steps:
-            self._outbox.put(m.Delta(self.gen, 0, index, text, ids, logprobs, steps))
 
     def _step(self, step: StepRecord) -> m.Step:
         made = m.Step(
@@ -247,7 +288,7 @@ class Generation:
             if self._left > 1:
                 self._cancel(self.id)
             return
-        if rest := self._streams[index].finish():
+        if rest := self._choices[index].finish():
             self._outbox.put(m.Delta(self.gen, 0, index, rest), merge=True)
         self._left -= 1
         if not self._left:
@@ -267,7 +308,7 @@ class Generation:
                 timings=m.Timings(
                     timings.queue_ms, timings.prefill_ms, timings.ttft_ms, timings.decode_ms
                 ),
-                speculation=self._tallies[index].summary() if self._detail != "none" else None,
+                speculation=self._choices[index].summary() if self._detail != "none" else None,
                 constraint=constrained(event.constraint),
                 last=not self._left,
             )
@@ -299,33 +340,37 @@ def constrained(told: Constrained | None) -> m.Constrained | None:
     return m.Constrained(told.complete, list(told.ignored), told.schema_valid, told.forced)
 
 
-class Tally:
-    """Speculation summed over the steps of a choice."""
+class Choice(TextStream):
+    """The text of a choice, and its speculation summed up over the steps.
 
-    __slots__ = ("accepted", "drafted", "histogram", "steps")
+    One object, as both are needed at each step. histogram[j]: steps that accepted j.
+    """
 
-    def __init__(self) -> None:
-        self.steps = self.drafted = self.accepted = 0
+    __slots__ = ("drafted", "histogram")
+
+    def __init__(self, *told: Any, **more: Any) -> None:
+        super().__init__(*told, **more)
+        self.drafted = 0
         self.histogram: list[int] = []
 
-    def add(self, step: StepRecord) -> None:
-        """Count one step."""
-        accepted = step.accepted
-        self.steps += 1
-        self.drafted += step.drafted
-        self.accepted += accepted
-        histogram = self.histogram
-        while len(histogram) <= accepted:
-            histogram.append(0)
-        histogram[accepted] += 1
+    def widen(self, accepted: int) -> None:
+        """Count a step that accepted more than any before."""
+        self.histogram += [0] * (accepted - len(self.histogram))
+        self.histogram.append(1)
 
     def summary(self) -> m.Summary:
         """mean_accepted_length: tokens per step, the target's own included."""
+        steps = sum(self.histogram)
+        accepted = sum(j * times for j, times in enumerate(self.histogram))
         return m.Summary(
-            self.steps,
+            steps,
             self.drafted,
-            self.accepted,
-            1.0 + self.accepted / self.steps if self.steps else 0.0,
-            self.accepted / self.drafted if self.drafted else 0.0,
+            accepted,
+            1.0 + accepted / steps if steps else 0.0,
+            accepted / self.drafted if self.drafted else 0.0,
             self.histogram,
         )
+
+
+def _unnoted(event: Event) -> None:
+    """Where nobody wants to know."""

@@ -142,7 +142,10 @@ class Admission:
 
 
 class Held:
-    """What one request holds from its submission to its end. `take` is to see all its events."""
+    """What one request holds from its submission to its end.
+
+    `note` is to see all its events, but of deltas only the first. sink: told when its time is over.
+    """
 
     __slots__ = ("_admission", "_late", "_left", "_request", "_share", "_waits", "sink", "who")
 
@@ -165,17 +168,15 @@ class Held:
         loop = asyncio.get_running_loop()
         self._late = loop.call_later(max(within_s, 0.0), self._too_late, cancel)
 
-    def take(self, event: Event) -> None:
-        """Pass on an event of the request, noting what it frees."""
+    def note(self, event: Event) -> None:
+        """Free what this event of the request frees."""
         kind = type(event)
         if kind is Delta:
-            if self._late is not None:
-                self._in_time()
+            self._in_time()
         elif kind is Started:
             self._begun()
         elif kind is Finished:
             self._finished(event)  # type: ignore[arg-type]
-        self.sink(event)
 
     def drop(self) -> None:
         """The request was not taken after all."""
@@ -215,8 +216,7 @@ class Held:
         timings = RequestTimings(0.0, 0.0, 0.0, 0.0)
         prompt = len(self._request.prompt)
         # Told now; what the engine says later, once it has freed the request, is only counted.
-        sink, self.sink = self.sink, _nobody
-        sink(Finished(self._request, 0, "error", None, Usage(prompt, 0, 0), timings, error))
+        self.sink(Finished(self._request, 0, "error", None, Usage(prompt, 0, 0), timings, error))
         cancel(self._request.id)
 
 

@@ -182,9 +182,10 @@ class Ledger:
                     self.choices -= 1
                 if all(over):
                     self.forget(request.id)
-            if request.sink is not None:
+            sink = request.sink
+            if sink is not None:
                 try:
-                    request.sink(event)
+                    sink(event)
                 except Exception:
                     # One reader's trouble must not cost the others their events of this step.
                     log.exception("the sink of request %s failed", request.id)

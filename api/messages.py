@@ -183,7 +183,7 @@ class Started(Message, tag="started"):
     queue_ms: float = 0.0
 
 
-class Step(Struct, array_like=True):
+class Step(Struct, array_like=True, gc=False):
     """A verify step. sources: per name (drafted, accepted). Times in microseconds.
 
     drafted_ids, drafted_parents, drafted_text, drafted_sources: the tree of guesses, only with
@@ -215,7 +215,7 @@ class Logprob(Struct, array_like=True):
     top: list[tuple[int, float, str]] = []
 
 
-class Delta(Message, tag="delta"):
+class Delta(Message, tag="delta", gc=False):
     """What one verify step added to one choice; several steps if the reader was slow."""
 
     gen: str

@@ -19,7 +19,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from spec_serve.spec.request import Delta, Event, Finished, Started
+from spec_serve.spec.request import Delta, Event, Finished, Request, Started
 from spec_serve.spec.stats import EngineStats
 
 SECONDS = (
@@ -59,11 +59,6 @@ class Histogram:
         return told
 
 
-def _key(event: Delta | Finished) -> object:
-    """What a choice is known by; without a tuple for the usual one."""
-    return (event.request.id, event.index) if event.index else event.request.id
-
-
 class Meter:
     """Everything counted since the start. All methods belong to the loop's thread."""
 
@@ -81,7 +76,10 @@ class Meter:
         self.drafts = self.draft_tokens = self.accepted_tokens = 0
         self._runs = [0] * (MAX_POSITIONS + 1)  # steps by how many guesses they accepted
         self._tokens = [0] * (MOST_TOKENS + 1)  # steps by how many tokens they brought
-        self._last: dict[object, float] = {}
+        # When each choice got its last tokens (choices behind the first have their index beside the
+        # request), and when the last step was.
+        self._last: dict[Request | tuple[Request, int], float] = {}
+        self._before = 0.0
 
     @property
     def by_position(self) -> list[int]:
@@ -99,39 +97,51 @@ class Meter:
 
     def observe(self, events: Sequence[Event]) -> None:
         """Count one step's events; a failure's code, too, when it is the engine's."""
-        now = monotonic()
+        # One loop without calls: it sees every delta of every stream.
+        now, before = monotonic(), self._before
+        last, tokens, runs = self._last, self._tokens, self._runs
+        drafted_by, accepted_by = self.drafted, self.accepted
+        drafts = draft_tokens = accepted_tokens = 0
+        gaps: dict[int, int] = {}  # tokens -> choices that got so many, after some the step before
         for event in events:
-            kind = type(event)
-            if kind is Delta:
-                self._delta(event, now)  # type: ignore[arg-type]
-            elif kind is Finished:
-                self._finished(event)  # type: ignore[arg-type]
-            elif kind is Started:
-                self.queue.add(event.queue_ms / 1e3)  # type: ignore[union-attr]
+            if type(event) is not Delta:
+                self._rare(event)
+                continue
+            key = (event.request, event.index) if event.index else event.request
+            step, count = event.step, len(event.tokens)
+            earlier = last.get(key)
+            last[key] = now
+            if earlier == before:
+                gaps[count] = gaps.get(count, 0) + 1
+            elif earlier is not None and count:
+                self.inter_token.add((now - earlier) / count, count)
+            tokens[count if count < MOST_TOKENS else MOST_TOKENS] += 1
+            if guesses := step.drafted:
+                accepted = step.accepted
+                drafts += 1
+                draft_tokens += guesses
+                accepted_tokens += accepted
+                runs[accepted if accepted < MAX_POSITIONS else MAX_POSITIONS] += 1
+                for name, (drafted, accepted) in step.sources.items():
+                    drafted_by[name] = drafted_by.get(name, 0) + drafted
+                    accepted_by[name] = accepted_by.get(name, 0) + accepted
+        self._before = now
+        self.drafts += drafts
+        self.draft_tokens += draft_tokens
+        self.accepted_tokens += accepted_tokens
+        for count, choices in gaps.items():
+            if count:
+                self.inter_token.add((now - before) / count, count * choices)
 
-    def _delta(self, event: Delta, now: float) -> None:
-        # For every delta of every stream: as little as will do.
-        step, count = event.step, len(event.tokens)
-        key = _key(event)
-        earlier = self._last.get(key)
-        self._last[key] = now
-        if earlier is not None and count:
-            self.inter_token.add((now - earlier) / count, count)
-        self._tokens[count if count < MOST_TOKENS else MOST_TOKENS] += 1
-        drafted = step.drafted
-        if not drafted:
-            return
-        accepted = step.accepted
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-        self._runs[accepted if accepted < MAX_POSITIONS else MAX_POSITIONS] += 1
-        for name, (drafted, accepted) in step.sources.items():
-            self.drafted[name] = self.drafted.get(name, 0) + drafted
-            self.accepted[name] = self.accepted.get(name, 0) + accepted
+    def _rare(self, event: Event) -> None:
+        if type(event) is Finished:
+            self._finished(event)
+        elif type(event) is Started:
+            self.queue.add(event.queue_ms / 1e3)
 
     def _finished(self, event: Finished) -> None:
-        self._last.pop(_key(event), None)
+        key = (event.request, event.index) if event.index else event.request
+        self._last.pop(key, None)
         if event.reason == "error":
             code = event.error.code if event.error is not None else "engine_error"
             self.refuse(code)

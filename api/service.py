@@ -170,8 +170,8 @@ class Service:
         request, cancel = prepared.request, self.link.cancel
         made = Generation(gen, self.model, prepared, outbox, cancel, on_over)
         held = self.admission.enter(prepared.principal, request)
-        held.sink = made.take
-        request.sink, request.trace = held.take, traces.caller.get()
+        made.note, held.sink = held.note, made.tell
+        request.sink, request.trace = made.take, traces.caller.get()
         try:
             self.link.submit(request)
         except BaseException as error:

@@ -106,9 +106,9 @@ class Session:
         """Choose the shortest way that messages may take now."""
         push = self._push
         if push is None or len(self._running) > 1 or self._replay or self._dropped:
-            self._outbox.direct = None
+            self._outbox.direct(None)
         else:
-            self._outbox.direct = self._push_kept if self._tracks else push
+            self._outbox.direct(self._push_kept if self._tracks else push)
 
     def _push_kept(self, message: Numbered) -> None:
         self._keep([message])

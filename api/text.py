@@ -121,7 +121,7 @@ class TextStream:
     """
 
     __slots__ = (
-        "_cut", "_held", "_include_stop", "_min_tokens", "_piece", "_state", "_tokenizer", "count",
+        "_count", "_cut", "_held", "_include_stop", "_min_tokens", "_piece", "_state", "_tokenizer",
         "stopped", "stops",
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ class TextStream:
         self._cut = b""  # the beginning of a character
         self._state = 0
         self._held = ""
-        self.count = 0
+        self._count = 0  # tokens so far, where there are stop strings
         self.stopped: str | None = None
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -153,13 +153,19 @@ class TextStream:
         if self.stopped is not None:
             return ""
         if self.stops is None:
-            self.count += len(tokens)
-            return self._characters(b"".join(map(self._piece, tokens)))
+            data = b"".join(map(self._piece, tokens))
+            if not self._cut:
+                # Nearly always whole characters; trying costs less than the decoder that asks.
+                try:
+                    return data.decode()
+                except UnicodeDecodeError:
+                    pass
+            return self._characters(data)
         parts: list[str] = []
         for token in tokens:
-            self.count += 1
+            self._count += 1
             if text := self._text(token):
-                parts.append(self._follow(text, self.count >= self._min_tokens))
+                parts.append(self._follow(text, self._count >= self._min_tokens))
                 if self.stopped is not None:
                     break
         return "".join(parts)
@@ -175,7 +181,6 @@ class TextStream:
     def feed(self, tokens: Sequence[int], active_from: int) -> tuple[int, str] | None:
         """The Watch protocol of spec/request.py: where the first stop string is complete."""
         for i, token in enumerate(tokens):
-            self.count += 1
             if text := self._text(token):
                 self._follow(text, i >= active_from)
                 if self.stopped is not None:

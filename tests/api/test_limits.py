@@ -65,10 +65,10 @@ def refused(ask: Any, *arguments: Any) -> tuple[str, int]:
 def end(held: Held, made: Request, completion: int = 0) -> None:
     """The engine's events of a request that was admitted and has ended."""
     for i in range(made.n):
-        held.take(Started(made, i, 0, 0.0))
+        held.note(Started(made, i, 0, 0.0))
     for i in range(made.n):
         usage, timings = Usage(made.n, 0, completion), RequestTimings(0.0, 0.0, 0.0, 0.0)
-        held.take(Finished(made, i, "stop", None, usage, timings))
+        held.note(Finished(made, i, "stop", None, usage, timings))
 
 
 def test_a_bucket_fills_evenly_and_never_beyond_its_size() -> None:
@@ -146,7 +146,7 @@ def test_so_much_text_waits_and_no_more() -> None:
     first, second = request(tokens=150), request(tokens=60)
     held = admission.enter(LOCAL, first)  # nothing waits, so it may, whatever its size
     assert refused(admission.reading, LOCAL, 1, 1)[0] == "overloaded"
-    held.take(Started(first, 0, 0, 0.0))
+    held.note(Started(first, 0, 0, 0.0))
     other = admission.enter(LOCAL, second)
     assert refused(admission.reading, LOCAL, 1, 41)[0] == "overloaded"
     with admission.reading(LOCAL, 1, 40):
@@ -418,13 +418,13 @@ def test_a_delta_alone_stops_the_clock() -> None:
         admission = Admission(Bounds(first_token_s=0.05), rows=1)
         made = request(n=2)
         cancelled: list[str] = []
-        held, seen = admission.enter(LOCAL, made), []
-        held.sink = seen.append
+        held, told = admission.enter(LOCAL, made), []
+        held.sink = told.append
         held.expect(0.05, cancelled.append)
-        held.take(Started(made, 0, 0, 0.0))
-        held.take(Delta(made, 0, [1], None, None))  # type: ignore[arg-type]
+        held.note(Started(made, 0, 0, 0.0))
+        held.note(Delta(made, 0, [1], None, None))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
-        assert cancelled == [] and len(seen) == 2
+        assert cancelled == told == []
         end(held, made)
         assert admission.inside == 0
 
