@@ -123,3 +123,9 @@ class Source(Protocol):
     def guess(self, limit: int) -> list[Guess]:
         """Chains of at most `limit` tokens that may follow the newest token; best first."""
         ...
+
+    def behind(self, ahead: Sequence[int], limit: int) -> list[Guess]:
+        """Chains that may follow once the tokens `ahead` have, which are as good as certain.
+
+        Changes nothing: they aren't told before they have been emitted."""
+        ...

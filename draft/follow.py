@@ -156,6 +156,11 @@ class Follower:
             return []
         return [(self._home, -1), (self._home + len(self._off), -2)]
 
+    def past(self, tokens: Sequence[int]) -> int:
+        """The place behind `tokens` if the copy goes on with them; -1 if it doesn't."""
+        end = self.at + len(tokens)
+        return end if self.at >= 0 and self.text[self.at : end] == list(tokens) else -1
+
     def edited(self, limit: int) -> tuple[list[int], int] | None:
         """How the copy goes on, at most `limit` tokens, if the edits seen so far are made again.
 
@@ -307,6 +312,16 @@ class Prediction:
             if start >= 0 and text[start : place + 1] == tail:
                 self._follower.start(place + 1, context)
                 return
+
+    def behind(self, ahead: Sequence[int], limit: int) -> list[Guess]:
+        follower = self._follower
+        place = follower.past(ahead)
+        tokens = self._text[place : place + limit] if place >= 0 and not self._skip else []
+        if not tokens:
+            return []
+        agreed = min(follower.agreed + len(ahead), LONGEST)
+        probs = chances(_FIRST[agreed], THEN, len(tokens))
+        return [Guess(tokens, probs, f"{self.name}:{length_class(agreed)}")]
 
     def guess(self, limit: int) -> list[Guess]:
         if self._skip:

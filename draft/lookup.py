@@ -127,6 +127,23 @@ class Ngram:
             guesses.insert(place, Guess(tokens, probs, "suffix:edited"))
         return guesses
 
+    def behind(self, ahead: Sequence[int], limit: int) -> list[Guess]:
+        if self._waiting or limit < 1:
+            return []
+        automaton = self._automaton
+        match, length = automaton.walk(ahead)
+        while match != ROOT:
+            found = automaton.continuations(match)
+            if found:
+                tokens = [found[0][2], *automaton.follow(found[0][3], limit - 1)]
+                length = min(length, LONGEST)
+                table = _SPLIT if len(found) > 1 else _SURE
+                probs = chances(table[length], _AFTER[length], len(tokens))
+                return [Guess(tokens, probs, f"suffix:{length_class(length)}")]
+            match = automaton.shorter(match)
+            length = automaton.length(match)
+        return []
+
     def _chain(
         self, match: int, option: tuple[int, int, int, int], table: Sequence[float], limit: int
     ) -> Guess:
@@ -205,6 +222,17 @@ class Continuations:
         self._agreed = self._agreed + fits if fits == min(len(tokens), len(best)) else 0
         self._best = best[len(tokens) :] if self._agreed else []
         self._cursor.extend(tokens)
+
+    def behind(self, ahead: Sequence[int], limit: int) -> list[Guess]:
+        known = len(ahead)
+        for run in self._cursor.guess(known + limit):
+            if len(run) > known and run[:known] == list(ahead):
+                agreed = min(self._agreed + known, LONGEST)
+                probs = chances(_SERVED[agreed], _SERVED[min(agreed + 1, LONGEST) :], limit)
+                tokens = run[known : known + limit]
+                kind = f"radix:{length_class(agreed)}"
+                return [Guess(tokens, probs[: len(tokens)], kind)]
+        return []
 
     def guess(self, limit: int) -> list[Guess]:
         if limit < 1:

@@ -76,19 +76,22 @@ class Candidates:
             self.chance[node], self.reach[node] = chance, reach
         return node
 
-    def add_guess(self, guess: Guess, calibration: Calibration, trust: float, depth: int) -> None:
-        """Merge a look-up's chain, at most `depth` tokens of it."""
-        at, kind, probs = -1, guess.kind, guess.probs
+    def add_guess(
+        self, guess: Guess, calibration: Calibration, trust: float, depth: int, below: int = -1
+    ) -> None:
+        """Merge a look-up's chain below a node, at most `depth` tokens of it."""
+        at, kind, probs = below, guess.kind, guess.probs
         for level, token in enumerate(guess.tokens[:depth], start=1):
             chance = calibration.rate(kind, level, probs[level - 1]) * trust
             chance = LIKELY if chance > LIKELY else chance
             at = self.put(at, token, chance, kind)
 
-    def add_certain(self, tokens: Sequence[int], kind: str) -> None:
-        """Merge a chain that can't be wrong."""
+    def add_certain(self, tokens: Sequence[int], kind: str) -> int:
+        """Merge a chain that can't be wrong; its last node, -1 if it is empty."""
         at = -1
         for token in tokens:
             at = self.put(at, token, 1.0, kind)
+        return at
 
     def add_tree(
         self,

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from spec_serve.draft.base import Guess
-from spec_serve.draft.follow import THEN, Follower, by_class, copied
+from spec_serve.draft.follow import (
+    LONGEST,
+    THEN,
+    Follower,
+    by_class,
+    chances,
+    copied,
+    length_class,
+)
 
 _FACTOR = 0x9E3779B97F4A7C15  # the golden ratio as a 64-bit fraction: spreads small integers well
 _MASK = (1 << 64) - 1
@@ -194,6 +202,21 @@ class Shared:
             follower.text = before + self._corpus.read(place, self.PIECE)
             follower.start(len(before), agreed)
             self._known = agreed
+
+    def behind(self, ahead: Sequence[int], limit: int) -> list[Guess]:
+        follower = self._follower
+        place = follower.past(ahead)
+        tokens = follower.text[place : place + limit] if place >= 0 else []
+        agreed = follower.agreed + len(ahead)
+        if not tokens:
+            place, agreed = self._corpus.find([*self._tail, *ahead][-self.TAIL :])
+            tokens = self._corpus.read(place, limit) if agreed else []
+        if not tokens:
+            return []
+        agreed = min(agreed, LONGEST)
+        then = THEN if self._known >= self.KNOWN else _DOUBTFUL
+        probs = chances(_FOUND[agreed], then, len(tokens))
+        return [Guess(tokens, probs, f"{self.name}:{length_class(agreed)}")]
 
     def guess(self, limit: int) -> list[Guess]:
         then = THEN if self._known >= self.KNOWN else _DOUBTFUL

@@ -99,6 +99,20 @@ class SuffixAutomaton:
         """Tokens of the longest string of a state."""
         return self._length[state]
 
+    def walk(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """State of the longest end of the text and then `tokens` that occurred in the text, and how
+        long that end is; the text stays as it is. (ROOT, 0) if there is none."""
+        branches, link = self._branches, self._link
+        state = self.longest()
+        length = self._length[state]
+        for token in tokens:
+            while state != ROOT and token not in branches[state]:
+                state = link[state]
+                length = self._length[state]
+            after = branches[state].get(token)
+            state, length = (ROOT, 0) if after is None else (after, length + 1)
+        return state, length
+
     def occurrence(self, state: int) -> int:
         """End (exclusive index into the text) of the latest earlier occurrence of a state."""
         return self._recent[state]

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from spec_serve.cache.store import RowKV
     from spec_serve.cache.tree import TokenTree
 
+BEHIND = "/behind"  # ends the kind of guesses that follow forced tokens: apart in the calibration
+
 
 class Row:
     """Choice `index` of a request, waiting or running.
@@ -38,7 +40,7 @@ class Row:
         "device_tree", "drafted", "ends", "first_token", "guessed", "index", "kv", "last_token",
         "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
         "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
-        "shared", "source_of", "sources", "steps", "told", "tokens", "tree", "trust",
+        "shared", "source_of", "sources", "steps", "told", "tokens", "tree", "trunk", "trust",
         "walk", "watch", "watch_from",
     )  # fmt: skip
 
@@ -82,6 +84,7 @@ class Row:
         self.candidates: Candidates | None = None
         self.tree: TokenTree | None = None
         self.source_of: Sequence[int] = ()
+        self.trunk = 0  # tokens the constraint forces next, at the top of the candidates
         self.trust: dict[str, Trust] = {}
         self.shadow: tuple[Guess, int, float] | None = None
         self.guessed: Guess | None = None
@@ -164,8 +167,10 @@ class Row:
         drafter: the name of the device drafter, whose tree (if any) came with the last step.
         """
         candidates = Candidates()
+        trunk: list[int] = []
         if self.walk is not None and (allowed is None or SOURCE in allowed):
-            candidates.add_certain(self.walk.forced_run(depth), SOURCE)
+            trunk = self.walk.forced_run(depth)
+        self.trunk, end = len(trunk), candidates.add_certain(trunk, SOURCE)
         if self.device_tree is not None and (allowed is None or drafter in allowed):
             tokens, parents, scores = self.device_tree
             trust = self.trust.get(drafter)
@@ -174,11 +179,16 @@ class Row:
         self.guessed = None
         if self.sources:
             self._tell()
-            for source in self.sources:
+            for source in self.sources if depth > self.trunk else ():
                 if allowed is not None and source.name not in allowed:
                     continue
                 trust = self.trust.get(source.name)
                 factor = trust.factor if trust else 1.0
+                if trunk:  # what follows the newest token is known: guess what follows that
+                    for guess in source.behind(trunk, limit):
+                        guess.kind += BEHIND
+                        candidates.add_guess(guess, calibration, factor, depth - self.trunk, end)
+                    continue
                 for guess in source.guess(limit):
                     if self.guessed is None:
                         self.guessed = guess
@@ -228,6 +238,8 @@ class Row:
             parent = parents[node]
             if parent in right:
                 kind, depth = candidates.kinds[source], candidates.depths[source]
+                if kind.endswith(BEHIND):
+                    depth -= self.trunk
                 self._label(calibration, kind, depth, candidates.chance[source], node in right)
                 if parent not in elder:
                     elder.add(parent)

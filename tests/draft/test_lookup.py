@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from spec_serve.cache.radix import RadixTree
 from spec_serve.draft.base import Guess, Source
+from spec_serve.draft.follow import Prediction
 from spec_serve.draft.lookup import Continuations, Ngram
+from spec_serve.draft.shared import Shared, SharedCorpus
 
 TEXTS = st.integers(1, 6).flatmap(
     lambda letters: st.lists(st.integers(0, letters - 1), max_size=80)
@@ -227,3 +229,31 @@ def test_continuations_read_a_radix_tree_of_the_same_salt_only() -> None:
     assert [guess.tokens for guess in source.guess(5)] == [[61]]
     source.extend([99])
     assert source.guess(5) == []
+
+
+def test_what_follows_forced_tokens_is_found_and_nothing_changes() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 50, 51, 52, 60, 61]
+    served = [*range(70, 90), *text[:12], 7, 7]
+    corpus = SharedCorpus(256)
+    corpus.add(served)
+    sources: list[Source] = [
+        Ngram(),
+        Prediction([1, 2, *text[2:], 9, 9]),
+        Continuations(Cursor([[*text, 1, 2, 3, 4, 5, 6, 90, 91], [*text, 1, 2, 8]])),
+        Shared(corpus),
+    ]
+    told = {"suffix": text, "prediction": text[:5], "radix": text, "shared": served[:24]}
+    ahead = {"suffix": [1, 2, 3], "prediction": [6, 7], "radix": [1, 2, 3, 4], "shared": [5, 6]}
+    found = {"suffix": [4, 5], "prediction": [8, 9], "radix": [5, 6], "shared": [7, 8]}
+    for source in sources:
+        name = source.name
+        source.extend(told[name])
+        before = source.guess(4)
+        (guess,) = source.behind(ahead[name], 2)
+        assert_well_formed([guess], 2)
+        assert list(guess.tokens) == found[name] and guess.kind.startswith(name)
+        assert source.behind([99, 98, 97, 96], 2) == []
+        assert source.guess(4) == before
+        # As if the tokens had been told.
+        source.extend(ahead[name])
+        assert source.guess(2)[0].tokens[0] == guess.tokens[0]
