@@ -16,14 +16,16 @@ import msgspec
 
 from spec_serve.api import grpc_convert as convert
 from spec_serve.api import messages as m
+from spec_serve.api import program_wire as w
 from spec_serve.api.auth import Principal
 from spec_serve.api.grpc_reader import Patience
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.service import Service
 from spec_serve.api.session import Session
 
-SAYS = ("generate", "cancel", "ping", "resume", "ack", "tokenize")
+SAYS = ("generate", "cancel", "ping", "resume", "ack", "tokenize", "program")
 MAX_BAD = 100  # requests nobody understands, before the call is ended
+_PROGRAMS = m.Codec(m.MSGPACK)
 READ_AGAIN_S = 0.05  # a client that does not read its answers is not read from for so long
 
 
@@ -41,6 +43,11 @@ def client_message(request: pb.SessionRequest) -> m.Client:
         return convert.generate(
             asked.request, gen=asked.gen, timeout_s=timeout, resumable=asked.resumable
         )
+    if kind == "program":
+        made = _PROGRAMS.client_message(request.program)
+        if not isinstance(made, m.RunProgram | m.Called):
+            raise m.BadMessage("program", "program: must be a program, or what a call gave")
+        return made
     said = getattr(request, kind)
     values: dict[str, Any]
     message: type[m.Cancel | m.Ping | m.Resume | m.Ack | m.Tokenize]
@@ -56,11 +63,11 @@ def client_message(request: pb.SessionRequest) -> m.Client:
         gens = dict(said.gens)
         message, values = m.Resume, {"resume_token": said.resume_token, "gens": gens}
     try:
-        made = msgspec.convert({"type": kind, **values}, message)
+        said_so = msgspec.convert({"type": kind, **values}, message)
     except msgspec.ValidationError as error:
         raise m.bad_message(error) from None
-    m.finite(made)
-    return made
+    m.finite(said_so)
+    return said_so
 
 
 def _tokenize(said: pb.SessionTokenize) -> dict[str, Any]:
@@ -103,6 +110,8 @@ def server_event(message: m.Server) -> pb.SessionEvent:
     if isinstance(message, m.Tokens):
         pieces = [pb.TokenIds(ids=ids) for ids in message.pieces]
         return pb.SessionEvent(tokens=pb.SessionTokens(ask=message.ask, pieces=pieces))
+    if isinstance(message, w.Answers):
+        return pb.SessionEvent(program=_PROGRAMS.encode(message))
     return pb.SessionEvent(draining=pb.SessionDraining(deadline_s=message.deadline_s))
 
 

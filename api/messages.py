@@ -22,6 +22,12 @@ from spec_serve.api.parts import Part as Part
 from spec_serve.api.parts import Sampling as Sampling
 from spec_serve.api.parts import Speculation as Speculation
 from spec_serve.api.parts import StopString as StopString
+from spec_serve.api.program_wire import Called as Called
+from spec_serve.api.program_wire import ProgramCall as ProgramCall
+from spec_serve.api.program_wire import ProgramDelta as ProgramDelta
+from spec_serve.api.program_wire import ProgramEnd as ProgramEnd
+from spec_serve.api.program_wire import ProgramValue as ProgramValue
+from spec_serve.api.program_wire import RunProgram as RunProgram
 
 JSON = "specserve.v1.json"
 MSGPACK = "specserve.v1.msgpack"
@@ -151,7 +157,7 @@ class Tokenize(Message, tag="tokenize"):
     begun: Annotated[list[str | None], Meta(max_length=4096)] | None = None
 
 
-Client = Generate | Cancel | Ping | Resume | Ack | Auth | Tokenize
+Client = Generate | Cancel | Ping | Resume | Ack | Auth | Tokenize | RunProgram | Called
 
 
 class Hello(Message, tag="hello"):
@@ -163,6 +169,7 @@ class Hello(Message, tag="hello"):
     models: list[str]
     resume_token: str = ""
     resume_window_s: float = 0.0
+    programs: bool = False  # whether it runs programs
 
 
 class Resumed(Message, tag="resumed"):
@@ -314,7 +321,8 @@ class Tokens(Message, tag="tokens"):
 
 Server = (
     Hello | Resumed | Started | Delta | PromptLogprobs | Finished | Error | Draining | Pong | Tokens
-)
+    | ProgramCall | ProgramDelta | ProgramValue | ProgramEnd
+)  # fmt: skip
 
 
 class BadMessage(ValueError):

@@ -25,6 +25,7 @@ from spec_serve.api.convert import GREEDY, Prepared, SamplingDefaults, TextToken
 from spec_serve.api.generation import Generation, Outbox
 from spec_serve.api.limits import CHARS_PER_TOKEN, Admission, Bounds
 from spec_serve.api.link import EngineLink
+from spec_serve.api.programs import Registry
 from spec_serve.api.session_shelf import Shelf
 from spec_serve.spec.compiler import compile_for, compiler_of
 from spec_serve.spec.request import RequestError
@@ -64,6 +65,7 @@ class Service:
         self.started = time.monotonic()
         self.draining = False
         self.shelf: Shelf[Any] = Shelf()  # sessions whose connections may come back
+        self.programs = Registry()
         self._pool = ThreadPoolExecutor(2, "tokenize")
         self._grammars = ThreadPoolExecutor(4, "constraints")
 

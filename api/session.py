@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING
 
 from spec_serve.api import messages as m
 from spec_serve.api.auth import Principal
@@ -23,6 +24,9 @@ from spec_serve.api.session_shelf import Track
 from spec_serve.api.tokenizing import tokenized
 from spec_serve.api.version import __version__
 from spec_serve.spec.request import RequestError
+
+if TYPE_CHECKING:
+    from spec_serve.api.program_session import Programs
 
 log = logging.getLogger("spec_serve.session")
 
@@ -69,6 +73,7 @@ class Session:
         self._running: dict[str, Generation | Preparing] = {}
         self._tracks: dict[str, Track] = {}
         self._starting: set[asyncio.Task[None]] = set()
+        self._programs: Programs | None = None
         self._dropped = False
         self._shelf.add(self)
 
@@ -77,7 +82,7 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether something runs or waits to be sent."""
-        return bool(self._running) or self.waiting
+        return bool(self._running or self._programs) or self.waiting
 
     @property
     def waiting(self) -> bool:
@@ -123,7 +128,7 @@ class Session:
         self.say(
             m.Hello(
                 session, __version__, MAX_GENERATIONS, list(service.models),
-                self.resume_token if window else "", window,
+                self.resume_token if window else "", window, programs=True,
             )
         )  # fmt: skip
 
@@ -170,6 +175,8 @@ class Session:
             self._resume(message)  # type: ignore[arg-type]
         elif kind is m.Tokenize:
             self._tokenize(message)  # type: ignore[arg-type]
+        elif kind is m.RunProgram or kind is m.Called:
+            self._program(message)  # type: ignore[arg-type]
         # An Auth was dealt with before there was a session.
 
     def refuse(self, error: m.BadMessage, gen: str | None) -> None:
@@ -194,6 +201,14 @@ class Session:
             self._tracks[gen] = Track(gen, self._shelf)
         self._tune()
         self._aside(self._begin(wire, preparing))
+
+    def _program(self, message: m.RunProgram | m.Called) -> None:
+        if self._programs is None:
+            from spec_serve.api.program_session import Programs  # programs have sessions themselves
+
+            service, full = self._service, lambda: self.full
+            self._programs = Programs(service, self.principal, self.say, full)
+        self._programs.receive(message)
 
     def _aside(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -247,6 +262,8 @@ class Session:
 
     def _cancel(self, gen: str) -> None:
         if gen not in self._running:
+            if self._programs is not None and gen in self._programs:
+                self._programs.cancel(gen)
             return
         work = self._running[gen]
         if isinstance(work, Generation):
@@ -259,7 +276,9 @@ class Session:
         )
 
     def cancel_all(self) -> None:
-        """End every generation; their last messages still come."""
+        """End every generation, whose last messages still come, and every program."""
+        if self._programs is not None:
+            self._programs.close()
         for gen in list(self._running):
             self._cancel(gen)
 
@@ -273,6 +292,8 @@ class Session:
         if self._dropped:
             return
         self._dropped = True
+        if self._programs is not None:
+            self._programs.close()
         self._wake = self._drain
         self._outbox.wake = self._drain
         self._tune()

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from spec_serve.api import messages as m
+from spec_serve.api import program_wire as w
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.client.answers import ConnectionLost, ServerError
 from spec_serve.client.rpc import GrpcClient
@@ -20,6 +21,7 @@ from spec_serve.client.tls import Tls
 
 LOST, RESTART, SLOW, MOVED = 1006, 1012, 4408, 4409  # as a WebSocket would be closed
 CLOSE_S = 2.0
+_PROGRAMS = m.Codec(m.MSGPACK)
 
 
 class SessionWire:
@@ -114,6 +116,8 @@ def request(said: m.Client) -> pb.SessionRequest:
         return pb.SessionRequest(ack=pb.SessionAck(gen=said.gen, seq=said.seq))
     if isinstance(said, m.Tokenize):
         return pb.SessionRequest(tokenize=_tokenize(said))
+    if isinstance(said, w.RunProgram | w.Called):
+        return pb.SessionRequest(program=_PROGRAMS.encode(said))
     assert isinstance(said, m.Resume), "a key goes with the call"
     return pb.SessionRequest(
         resume=pb.SessionResume(resume_token=said.resume_token, gens=said.gens)
@@ -155,12 +159,14 @@ def message(said: pb.SessionEvent) -> m.Server:
         hello = said.hello
         return m.Hello(
             hello.session, hello.version, hello.max_generations, list(hello.models),
-            hello.resume_token, hello.resume_window_s,
+            hello.resume_token, hello.resume_window_s, hello.programs,
         )  # fmt: skip
     if kind == "resumed":
         return m.Resumed(list(said.resumed.gens))
     if kind == "tokens":
         return m.Tokens(said.tokens.ask, [list(piece.ids) for piece in said.tokens.pieces])
+    if kind == "program":
+        return _PROGRAMS.server_message(said.program)
     if kind == "pong":
         return m.Pong(said.pong.t, said.pong.server_t)
     return m.Draining(said.draining.deadline_s)

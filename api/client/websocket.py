@@ -18,6 +18,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from spec_serve.api import messages as m
+from spec_serve.api import program_wire as w
 from spec_serve.client.answers import (
     Answer,
     ConnectionLost,
@@ -27,6 +28,7 @@ from spec_serve.client.answers import (
     gathered_from,
     request,
 )
+from spec_serve.client.programs import ProgramDesk
 from spec_serve.client.streams import Stream
 from spec_serve.client.tls import Tls
 from spec_serve.client.wires import SocketWire, Wire, greeting, open_socket
@@ -95,6 +97,7 @@ class Client:
         self._pings: deque[asyncio.Future[m.Pong]] = deque()
         self._asks: dict[str, asyncio.Future[list[list[int]]]] = {}
         self._ids = itertools.count()
+        self.programs = ProgramDesk(self._say_surely)
         self._opening = asyncio.Lock()
         self._asides: set[asyncio.Task[None]] = set()
         self._up = False
@@ -329,6 +332,7 @@ class Client:
             while self._pings:
                 if not (answer := self._pings.popleft()).done():
                     answer.set_exception(ConnectionLost(self._lost))
+            self.programs.lost(self._lost)
             for asked in self._asks.values():
                 if not asked.done():
                     asked.set_exception(ConnectionLost(self._lost))
@@ -414,6 +418,8 @@ class Client:
             return
         if isinstance(message, m.Tokens):
             self._answer(message.ask, message.pieces)
+            return
+        if self.programs.take(message) or isinstance(message, w.Answers):
             return
         gen = message.gen
         if isinstance(message, m.Error) and gen in self._asks:

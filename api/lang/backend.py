@@ -48,6 +48,8 @@ class ClientBackend:
         assert client.hello is not None, "the client is not connected"
         self._room = asyncio.Semaphore(client.hello.max_generations)
         self._reading = asyncio.Semaphore(QUESTIONS)
+        # Runs graphs beside the engine, where the server does that.
+        self.programs = client.programs if client.hello.programs else None
 
     async def pieces(self, question: Question) -> list[list[int]]:
         """One round trip."""

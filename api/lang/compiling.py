@@ -16,7 +16,8 @@ from spec_serve.client.answers import ServerError
 from spec_serve.lang.backend import Backend
 from spec_serve.lang.explain import named
 from spec_serve.lang.foresight import questions
-from spec_serve.lang.graph import FORMAT, Graph, Held, Known, constant, fingerprint, warm
+from spec_serve.lang.graph import Graph, fingerprint, warm
+from spec_serve.lang.held import FORMAT, Held, Known, constant
 from spec_serve.lang.parts import Append, Gen, Op, ProgramError, TraceError, every
 from spec_serve.lang.scoring import common
 from spec_serve.lang.trace import traced

@@ -46,12 +46,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A variable has its value."""
+    """A variable has its value. key, number: what it is within its run, and the how many-th."""
 
     path: str
     var: str
     value: Any
     meta: Meta
+    key: str = ""
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,58 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import msgspec
-from msgspec import Struct
 
 from spec_serve.api import messages as m
 from spec_serve.client.answers import ServerError
+from spec_serve.client.programs import ProgramDesk
 from spec_serve.lang.backend import Backend, connected
 from spec_serve.lang.conversation import Question
-from spec_serve.lang.events import Ended, Event
+from spec_serve.lang.events import Event
 from spec_serve.lang.explain import drawn, explained
 from spec_serve.lang.foresight import questions
-from spec_serve.lang.parts import Call, Gen, Op, Plain, ProgramError, Ref, asked, every
+from spec_serve.lang.held import Held, called_functions, decoded, named_types, operated
+from spec_serve.lang.parts import ProgramError
 from spec_serve.lang.program import On, Program, Result, batched, streamed
+from spec_serve.lang.remote import Remote
 from spec_serve.lang.run import Run
 from spec_serve.lang.state import State
-from spec_serve.lang.trace import Many, Named, Template
 
-FORMAT = 2
 _PROBE = [
     m.Turn("system", ["You're 1 <|im_end|>"]), m.Turn("user", [" Hé,\n\n  the 你好 "]),
     m.Turn("assistant", ["a", None, " b\n"]), m.Turn("user", ["for x in range(10):\n\tpass"]),
 ]  # fmt: skip
-
-
-class Known(Struct, frozen=True):
-    """Ids of pieces that hold no argument."""
-
-    key: bytes
-    pieces: list[list[int]]
-
-
-class Held(Struct, frozen=True):
-    """What a file holds. fingerprint: of tokenizer and template. cut: why tracing ended early.
-
-    names: keys of the root state's values.
-    """
-
-    version: int
-    name: str
-    parameters: list[str]
-    defaults: dict[str, Any]
-    ops: list[Op]
-    names: dict[str, str]
-    result: Template
-    known: list[Known]
-    prefix: list[int]
-    fingerprint: str
-    cut: str = ""
 
 
 class Graph:
@@ -83,6 +63,8 @@ class Graph:
         given = self._arguments(args, kwargs)
         async with connected(on) as backend:
             await self._check(backend)
+            if (desk := self._beside(backend)) is not None:
+                return await self._remote(given, False).drive(desk)
             return await self._drive(self._run(backend, given, False), given)
 
     def run(self, *args: Any, on: On, **kwargs: Any) -> Result:
@@ -94,8 +76,13 @@ class Graph:
         given = self._arguments(args, kwargs)
         async with connected(on) as backend:
             await self._check(backend)
-            run = self._run(backend, given, True)
-            async for event in streamed(run, self._drive(run, given)):
+            if (desk := self._beside(backend)) is not None:
+                remote = self._remote(given, True)
+                source = streamed(remote.events, remote.drive(desk))
+            else:
+                run = self._run(backend, given, True)
+                source = streamed(run.events, self._drive(run, given))
+            async for event in source:
                 yield event
 
     async def abatch(
@@ -139,15 +126,10 @@ class Graph:
         types: Mapping[str, Any] | None = None,
     ) -> Graph:
         """From a file. functions, types: those it names. Raises ProgramError, OSError."""
-        try:
-            held = msgspec.msgpack.decode(Path(path).read_bytes(), type=Held)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ProgramError(f"{path}: no compiled program: {error}") from None
-        if held.version != FORMAT:
-            raise ProgramError(f"{path}: of another version ({held.version}); compile it anew")
+        held = decoded(Path(path).read_bytes(), str(path))
         lacking = [
-            *(name for name in _functions(held.ops) if name not in (functions or {})),
-            *(name for name in _types(held.ops) if name not in (types or {})),
+            *(name for name in called_functions(held.ops) if name not in (functions or {})),
+            *(name for name in named_types(held.ops) if name not in (types or {})),
         ]
         if lacking:
             raise ProgramError(f"{path}: needs {', '.join(lacking)}; give it to load()")
@@ -180,45 +162,26 @@ class Graph:
         self._checked.add(backend)
 
     def _run(self, backend: Backend, given: dict[str, Any], listen: bool) -> Run:
-        run = Run(backend, known=self._known, given=given, listen=listen)
+        events: asyncio.Queue[Event | None] | None = asyncio.Queue() if listen else None
+        run = Run(backend, known=self._known, given=given, events=events)
         for question in questions(self.held.ops, given):
             run.ask_ahead(question)
         return run
 
+    def _beside(self, backend: Backend) -> ProgramDesk | None:
+        """Who runs it on the server, if that is possible."""
+        desk = getattr(backend, "programs", None)
+        return desk if isinstance(desk, ProgramDesk) and not self.held.cut else None
+
+    def _remote(self, given: dict[str, Any], listen: bool) -> Remote:
+        return Remote(self.held, self._functions, self._types, given, listen)
+
     async def _drive(self, run: Run, given: dict[str, Any]) -> Result:
         if self._program is not None and self.held.cut:
             return await self._program.drive(run, {**self._program.bound, **given})
-        try:
-            run.know(self._functions, self._types)
-            for op in self.held.ops:
-                run.submit(op)
-            value = await _filled(self.held.result, run)
-            await run.finish()
-            if run.events is not None:
-                run.events.put_nowait(Ended(value))
-            return Result(value, State(run, 0, names=self.held.names))
-        finally:
-            await run.close()
-
-
-async def _filled(result: Template, run: Run) -> Any:
-    if isinstance(result, Ref):
-        return await run.value(result.key)
-    if isinstance(result, Many):
-        return [await _filled(msgspec.convert(one, Template), run) for one in result.items]
-    if isinstance(result, Named):
-        named = result.items.items()
-        return {name: await _filled(msgspec.convert(one, Template), run) for name, one in named}
-    return result.value
-
-
-def _functions(ops: Iterable[Op]) -> list[str]:
-    return list(dict.fromkeys(op.function for op in every(ops) if isinstance(op, Call)))
-
-
-def _types(ops: Iterable[Op]) -> list[str]:
-    parses = [item.parse for item in asked(ops) if isinstance(item, Gen)]
-    return list(dict.fromkeys(parse.partition(":")[2] for parse in parses if ":" in parse))
+        run.know(self._functions, self._types)
+        value = await operated(run, self.held)
+        return Result(value, State(run, 0, names=self.held.names))
 
 
 async def warm(backend: Backend, prefix: list[int]) -> None:
@@ -241,12 +204,3 @@ async def fingerprint(backend: Backend) -> str:
         except ServerError as error:  # a template that knows no system turns
             told.update(error.code.encode())
     return told.hexdigest()
-
-
-def constant(value: Any) -> bool:
-    """Whether a file can hold it."""
-    try:
-        Plain(msgspec.to_builtins(value))
-    except TypeError:
-        return False
-    return True

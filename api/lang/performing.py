@@ -7,6 +7,7 @@ Knows no syntax.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -38,7 +39,11 @@ from spec_serve.lang.scoring import best, scored
 from spec_serve.lang.values import read, written
 from spec_serve.lang.variables import Thread, Variable, keys
 
-Far = Callable[[Call], Awaitable[Any]]
+MOST_DONE = 100_000  # operations of one run: loops within loops come to an end
+MOST_CHARS = 64 << 20  # of text written into states by one run
+
+# A call, its number, and the numbers of what its arguments refer to: None = they say it themselves.
+Far = Callable[[Call, int, list[int | None]], Awaitable[Any]]
 
 
 class Doing:
@@ -58,6 +63,8 @@ class Doing:
         self._backend, self._known, self._given, self._far = backend, known, given, far
         self._events = events
         self._calls: set[asyncio.Task[None]] = set()
+        self._done = self._chars = 0
+        self._numbers = itertools.count()
         self.asked: dict[bytes, asyncio.Task[list[list[int]]]] = {}
         self.functions: dict[str, Callable[..., Any]] = {}
         self.types: dict[str, Any] = {}
@@ -113,20 +120,24 @@ class Doing:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         made = Variable(
-            future, held.path, held.name, held.state, listeners=held.listeners, within=True
+            future, held.path, held.name, held.state, listeners=held.listeners, within=True, key=key
         )
         thread.frame[key] = made
         return made
 
     def _finish(self, held: Variable, value: Any) -> None:
+        held.number = next(self._numbers)
         held.future.set_result(value)
         held.hush()
-        self.tell(e.Done(held.path, held.name, value, held.meta))
+        self.tell(e.Done(held.path, held.name, value, held.meta, held.key, held.number))
 
     # -- operations
 
     async def perform(self, thread: Thread, op: Op) -> None:
         """Do it to its end; a call only begins."""
+        self._done += 1
+        if self._done > MOST_DONE:
+            raise ProgramError(f"more than {MOST_DONE} operations in one run")
         if isinstance(op, Append):
             await self._append(thread, op)
         elif isinstance(op, Cond):
@@ -136,6 +147,7 @@ class Doing:
         elif isinstance(op, Loop):
             async with self._framed(thread, op):
                 for _ in range(op.most):
+                    await asyncio.sleep(0)  # bodies that wait for nothing let others run, too
                     await self._body(thread, op.body)
                     if op.end and await self.text(Ref(op.end), thread) in op.until:
                         break
@@ -193,7 +205,11 @@ class Doing:
                 elif isinstance(item, Select):
                     await self._select(thread, item)
                 else:
-                    held.add(await self.text(item, thread))
+                    text = await self.text(item, thread)
+                    self._chars += len(text)
+                    if self._chars > MOST_CHARS:
+                        raise ProgramError(f"more than {MOST_CHARS} characters in one run")
+                    held.add(text)
         finally:
             held.close(op.role)
 
@@ -254,6 +270,7 @@ class Doing:
                 args.append(self._given[arg.key.removeprefix("arg:")])
             else:
                 args.append(self.found(thread, arg.key))
+        held.number = next(self._numbers)
         return self._call(op, held, args)
 
     async def _call(self, op: Call, held: Variable, args: list[Any]) -> None:
@@ -261,7 +278,8 @@ class Doing:
             given = [await _of(arg) if isinstance(arg, Variable) else arg for arg in args]
             fn = self.functions.get(op.function)
             if fn is None and self._far is not None:
-                value = await self._far(op)
+                numbers = [arg.number if isinstance(arg, Variable) else None for arg in args]
+                value = await self._far(op, held.number, numbers)
             else:
                 value = await called(op, self.functions[op.function], given)
         except asyncio.CancelledError:

@@ -103,8 +103,8 @@ class Program:
         """Events of a run as they come, `Ended` the last. Leaving early ends the run."""
         given = self.arguments(args, kwargs)
         async with connected(on) as backend:
-            run = Run(backend, listen=True)
-            async for event in streamed(run, self._drive(run, given)):
+            run = Run(backend, events=asyncio.Queue())
+            async for event in streamed(run.events, self._drive(run, given)):
                 yield event
 
     async def abatch(
@@ -192,10 +192,9 @@ def program(fn: Callable[..., Any]) -> Program:
 
 
 async def streamed(
-    run: Run, work: Coroutine[Any, Any, Result]
+    events: asyncio.Queue[Event | None] | None, work: Coroutine[Any, Any, Result]
 ) -> AsyncGenerator[Event, None]:
     """Events of a run while `work` drives it."""
-    events = run.events
     assert events is not None
     task = asyncio.create_task(work)
     try:

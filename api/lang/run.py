@@ -24,8 +24,8 @@ from spec_serve.lang.variables import Queued, Thread, Variable, keys
 class Run:
     """One run of a program; belongs to the loop it is made in. A Sink (state.py).
 
-    known: pieces by Question.key, from a graph. given: arguments by name. listen: whether events
-    go to `events`. far: makes the calls of functions that are not known here.
+    known: pieces by Question.key, from a graph. given: arguments by name. events: where they go.
+    far: makes the calls of functions that are not known here.
     """
 
     tracing = False
@@ -36,12 +36,12 @@ class Run:
         *,
         known: Mapping[bytes, list[list[int]]] | None = None,
         given: Mapping[str, Any] | None = None,
-        listen: bool = False,
+        events: asyncio.Queue[e.Event | None] | None = None,
         far: Far | None = None,
     ) -> None:
         self._backend = backend
         self._known = known or {}
-        self.events: asyncio.Queue[e.Event | None] | None = asyncio.Queue() if listen else None
+        self.events = events
         self._loop = asyncio.get_running_loop()
         self._home = threading.get_ident()
         self._numbers = itertools.count(1)
@@ -140,6 +140,10 @@ class Run:
             yield piece
         await self._doing.wait(key)
 
+    def number_of(self, key: str) -> int:
+        """The number of a key's last value (Done.number), -1 where it has none."""
+        return self._variables[key].number
+
     def held(self, state: int) -> tuple[str, list[int], list[dict[str, str]]]:
         """Text, ids and messages of a state."""
         held = self._threads[state].conversation
@@ -196,7 +200,7 @@ class Run:
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         name = name or key.partition("/")[2].rpartition("#")[0]
-        made = Variable(future, "" if thread is None else thread.path, name, thread)
+        made = Variable(future, "" if thread is None else thread.path, name, thread, key=key)
         self._variables[key] = made
         return made
 

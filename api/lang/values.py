@@ -147,9 +147,11 @@ def _without_reference(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(parse: str, text: str, types: Mapping[str, Any]) -> Any:
-    """The value of a text. Raises ValueParseError; KeyError for a class that is not there."""
+    """The value of a text, as plain data where its class is not there. Raises ValueParseError."""
     kind, _, name = parse.partition(":")
-    if name:
+    if name and name not in types:
+        kind, parse = "", "text" if kind == "enum" else "json"
+    elif name:
         made = types[name]
     try:
         if kind == "enum":

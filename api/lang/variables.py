@@ -19,7 +19,8 @@ from spec_serve.lang.parts import Append, Call, Cond, Fork, Loop, Op, asked, bod
 class Variable:
     """A value to come. text: as the model wrote it. state: whose it is, None for a call.
 
-    within: it is one of the values a body gives this name, so that others may follow.
+    within: it is one of the values a body gives this name, so that others may follow. key: of the
+    operation that gives it, number: counts the values and calls of a run.
     """
 
     future: asyncio.Future[Any]
@@ -30,6 +31,8 @@ class Variable:
     meta: e.Meta = field(default_factory=e.Meta)
     listeners: list[asyncio.Queue[str | None]] = field(default_factory=list)
     within: bool = False
+    key: str = ""
+    number: int = -1
 
     def end(self, error: BaseException) -> None:
         """It will not come."""
@@ -44,7 +47,7 @@ class Variable:
 
     def take(self, last: Variable) -> None:
         """Be what a body's last one of this name is, or will be if it is a call's."""
-        self.text, self.meta = last.text, last.meta
+        self.text, self.meta, self.number = last.text, last.meta, last.number
 
         def settle(done: asyncio.Future[Any]) -> None:
             if self.future.done():

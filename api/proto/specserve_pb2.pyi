@@ -405,20 +405,22 @@ class Finished(_message.Message):
     def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[Finished.Reason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpecSummary, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., last: _Optional[bool] = ..., constraint: _Optional[_Union[Constrained, _Mapping]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("generate", "cancel", "ping", "resume", "ack", "tokenize")
+    __slots__ = ("generate", "cancel", "ping", "resume", "ack", "tokenize", "program")
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     TOKENIZE_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_FIELD_NUMBER: _ClassVar[int]
     generate: SessionGenerate
     cancel: SessionCancel
     ping: SessionPing
     resume: SessionResume
     ack: SessionAck
     tokenize: SessionTokenize
-    def __init__(self, generate: _Optional[_Union[SessionGenerate, _Mapping]] = ..., cancel: _Optional[_Union[SessionCancel, _Mapping]] = ..., ping: _Optional[_Union[SessionPing, _Mapping]] = ..., resume: _Optional[_Union[SessionResume, _Mapping]] = ..., ack: _Optional[_Union[SessionAck, _Mapping]] = ..., tokenize: _Optional[_Union[SessionTokenize, _Mapping]] = ...) -> None: ...
+    program: bytes
+    def __init__(self, generate: _Optional[_Union[SessionGenerate, _Mapping]] = ..., cancel: _Optional[_Union[SessionCancel, _Mapping]] = ..., ping: _Optional[_Union[SessionPing, _Mapping]] = ..., resume: _Optional[_Union[SessionResume, _Mapping]] = ..., ack: _Optional[_Union[SessionAck, _Mapping]] = ..., tokenize: _Optional[_Union[SessionTokenize, _Mapping]] = ..., program: _Optional[bytes] = ...) -> None: ...
 
 class SessionTokenize(_message.Message):
     __slots__ = ("ask", "text", "turns", "begun")
@@ -506,7 +508,7 @@ class SessionResume(_message.Message):
     def __init__(self, resume_token: _Optional[str] = ..., gens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("hello", "generation", "error", "draining", "pong", "resumed", "tokens")
+    __slots__ = ("hello", "generation", "error", "draining", "pong", "resumed", "tokens", "program")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -514,6 +516,7 @@ class SessionEvent(_message.Message):
     PONG_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     generation: SessionGeneration
     error: SessionError
@@ -521,7 +524,8 @@ class SessionEvent(_message.Message):
     pong: SessionPong
     resumed: SessionResumed
     tokens: SessionTokens
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., generation: _Optional[_Union[SessionGeneration, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ..., pong: _Optional[_Union[SessionPong, _Mapping]] = ..., resumed: _Optional[_Union[SessionResumed, _Mapping]] = ..., tokens: _Optional[_Union[SessionTokens, _Mapping]] = ...) -> None: ...
+    program: bytes
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., generation: _Optional[_Union[SessionGeneration, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ..., pong: _Optional[_Union[SessionPong, _Mapping]] = ..., resumed: _Optional[_Union[SessionResumed, _Mapping]] = ..., tokens: _Optional[_Union[SessionTokens, _Mapping]] = ..., program: _Optional[bytes] = ...) -> None: ...
 
 class SessionTokens(_message.Message):
     __slots__ = ("ask", "pieces")
@@ -532,20 +536,22 @@ class SessionTokens(_message.Message):
     def __init__(self, ask: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("session", "version", "max_generations", "models", "resume_token", "resume_window_s")
+    __slots__ = ("session", "version", "max_generations", "models", "resume_token", "resume_window_s", "programs")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     RESUME_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     session: str
     version: str
     max_generations: int
     models: _containers.RepeatedScalarFieldContainer[str]
     resume_token: str
     resume_window_s: float
-    def __init__(self, session: _Optional[str] = ..., version: _Optional[str] = ..., max_generations: _Optional[int] = ..., models: _Optional[_Iterable[str]] = ..., resume_token: _Optional[str] = ..., resume_window_s: _Optional[float] = ...) -> None: ...
+    programs: bool
+    def __init__(self, session: _Optional[str] = ..., version: _Optional[str] = ..., max_generations: _Optional[int] = ..., models: _Optional[_Iterable[str]] = ..., resume_token: _Optional[str] = ..., resume_window_s: _Optional[float] = ..., programs: _Optional[bool] = ...) -> None: ...
 
 class SessionGeneration(_message.Message):
     __slots__ = ("gen", "event")

@@ -82,6 +82,8 @@ def test_compiled_is_what_interpreted_is_and_a_loaded_one_too(tmp_path: Path) ->
         for name in ("you", "the <|im_end|> other", ""):
             interpreted = await told(await bound.arun(name, count=7, on=client))
             assert await told(await graph.arun(name, count=7, on=client)) == interpreted
+            here = Counting(ClientBackend(client))  # the server runs no programs for it
+            assert await told(await graph.arun(name, count=7, on=here)) == interpreted
             assert await told(await loaded.arun(name, 7, on=client)) == interpreted
         short = await bound.arun("x", on=client)
         assert (await graph.arun("x", on=client))["out"] == short["out"]
