@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -96,6 +96,22 @@ class Drafter(Protocol):
         wanted; returns None.
         """
         ...
+
+
+@runtime_checkable
+class OwnScratch(Protocol):
+    """A drafter that does not grow level by level and says itself how many slots it writes."""
+
+    def scratch(self, plan: Plan) -> int:
+        """Slots needed to draft by this plan."""
+        ...
+
+
+def scratch_slots(drafter: Drafter, plan: Plan) -> int:
+    """Slots to grant a row whose tree `drafter` grows by `plan`: one per expanded node."""
+    if isinstance(drafter, OwnScratch):
+        return drafter.scratch(plan)
+    return max(0, plan.depth - 1) * plan.width
 
 
 @dataclass(slots=True)

@@ -128,14 +128,8 @@ class FeatureHead:
         self.dtype, self.device = dtype, torch.device(device)
         self._target = target
         parts = Parts(file, dtype, self.device)
-        ids = file.ids()
-        self.ids = None if ids is None else ids.to(self.device)
         self.vocab = target.config.vocab  # ids at and beyond it must not be proposed
-        if self.ids is not None and int(self.ids[-1]) >= self.vocab:
-            raise HeadError(
-                f"d2t: reaches id {int(self.ids[-1])}, the target has {self.vocab} tokens;"
-                " the head was made for another model"
-            )
+        self.ids = checked_ids(file, self.vocab, self.device)
         self._fuse = parts.linear("fuse")
         self._fuse_norm = parts.norm("fuse_norm.weight")
         self._fuse_norms = [
@@ -223,6 +217,17 @@ class FeatureHead:
         return made if self.ids is not None else made[:, : self.vocab]
 
 
+def checked_ids(file: HeadFile, vocab: int, device: torch.device) -> Tensor | None:
+    """A head's table of target ids, all below `vocab`; None = draft ids are the target's."""
+    ids = file.ids()
+    if ids is not None and int(ids[-1]) >= vocab:
+        raise HeadError(
+            f"d2t: reaches id {int(ids[-1])}, the target has {vocab} tokens; the head was made for"
+            " another model"
+        )
+    return None if ids is None else ids.to(device)
+
+
 class Parts:
     """Reads a head's tensors by role into the pieces a module is made of."""
 
@@ -240,6 +245,12 @@ class Parts:
         block = self._file.config.block
         return RMSNorm(self.tensor(role).view(-1), block.eps, block.zero_centred)
 
+    def needed(self, role: str) -> RMSNorm:
+        """A norm that was checked to be there."""
+        norm = self.norm(role)
+        assert norm is not None, role
+        return norm
+
     def linear(self, role: str) -> Linear | None:
         """The linear map of a role, if there is one."""
         if not self._file.has(f"{role}.weight"):
@@ -256,13 +267,7 @@ class Parts:
     def layer(self, i: int) -> Layer:
         """Decoder layer i."""
         config, block, name = self._file.config, self._file.config.block, f"layers.{i}."
-        mlp = MLP(
-            self.stacked(name, ("mlp.gate_proj", "mlp.up_proj"), block.mlp_bias),
-            self.stacked(name, ("mlp.down_proj",), block.mlp_bias),
-            activation(block.activation),
-        )
-        after = self.norm(name + "post_attention_layernorm.weight")
-        assert after is not None, "checked when the file was read"
+        after = self.needed(name + "post_attention_layernorm.weight")
         attention: Attention | PartialAttention
         if config.gated:
             attention = self._gated(name)
@@ -270,7 +275,17 @@ class Parts:
             attention = PartialAttention(self._attention(name), None)
         else:
             attention = self._attention(name)
-        return Layer(self.norm(name + "input_layernorm.weight"), attention, after, mlp)
+        before = self.norm(name + "input_layernorm.weight")
+        return Layer(before, attention, after, self.mlp(name))
+
+    def mlp(self, layer: str) -> MLP:
+        """The gated MLP of a layer."""
+        block = self._file.config.block
+        return MLP(
+            self.stacked(layer, ("mlp.gate_proj", "mlp.up_proj"), block.mlp_bias),
+            self.stacked(layer, ("mlp.down_proj",), block.mlp_bias),
+            activation(block.activation),
+        )
 
     def _attention(self, layer: str, qkv: Linear | None = None) -> Attention:
         block = self._file.config.block

@@ -29,15 +29,18 @@ class HeadError(ConfigError):
 class HeadConfig:
     """A head that reads hidden states of its target, pair by pair (token, feature before it).
 
-    format: eagle, eagle3, nextn or p-eagle. block: sizes of its decoder layers; block.hidden is H,
-    block.vocab the rows of its embedding, block.layers their number. target_hidden: Ht. taps:
-    target boundaries it reads, in order. final_norm: the tap goes through the target's final norm.
+    format: eagle, eagle3, nextn, p-eagle, dflash or dspark. block: sizes of its decoder layers;
+    block.hidden is H, block.vocab the rows of its embedding, block.layers their number.
+    target_hidden: Ht. taps: target boundaries it reads, in order. final_norm: the tap goes through
+    the target's final norm.
     draft_vocab: rows of its head. hidden_first: the feature half of a pair comes first.
     normed_residual: the residual stream of a head without `join` begins at the normed feature.
     feedback: what is fed back while drafting, the layers' output or that after `norm`.
-    mask_token: the token of P-EAGLE's slots that stand for what is not known yet. gated: attention
+    mask_token: the token of slots that stand for what is not known yet. gated: attention
     has an output gate, its q rows are query and gate by turns of a head. rotary: channels of a
-    head that are rotated.
+    head that are rotated. suggested: guesses in a row the file recommends, 0 = it says nothing.
+    block_size: positions answered in one pass, 0 = one; anchor_predicts: the first of them is the
+    newest token's own answer.
     """
 
     format: str
@@ -53,6 +56,8 @@ class HeadConfig:
     gated: bool = False
     rotary: int = 0
     suggested: int = 0
+    block_size: int = 0
+    anchor_predicts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,8 @@ class HeadFile:
     [Ht], embed_norm.weight and feature_norm.weight [H], join.weight/bias [H, 2H], layers.{i}. with
     Hugging Face's names of a decoder layer (q, k and v of layer 0 are 2H wide without `join`),
     norm.weight [H], lm_head.weight [draft_vocab, H], embed_tokens.weight [V, H], d2t [draft_vocab],
-    mask_hidden. What is missing does not take part or is the target's.
+    mask_hidden, markov_w1.weight [V, r] and markov_w2.weight [draft_vocab, r]. What is missing does
+    not take part or is the target's.
     """
 
     config: HeadConfig
@@ -197,10 +203,14 @@ def _shapes(file: HeadFile) -> dict[str, tuple[int, ...]]:
         "t2d": (block.vocab,),
         "mask_hidden": (wide,),
     }
+    if file.has("markov_w1.weight"):
+        rank = int(file.weights.shape(file.names["markov_w1.weight"])[-1])
+        optional["markov_w1.weight"] = (block.vocab, rank)
+        optional["markov_w2.weight"] = (config.draft_vocab, rank)
     shapes.update({role: shape for role, shape in optional.items() if file.has(role)})
     for i in range(block.layers):
         layer = f"layers.{i}."
-        inputs = hidden if i or file.has("join.weight") else 2 * hidden
+        inputs = hidden if i or config.block_size or file.has("join.weight") else 2 * hidden
         shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
         if file.has(layer + "input_layernorm.weight") or i:
             shapes[layer + "input_layernorm.weight"] = (hidden,)

@@ -14,7 +14,7 @@ from spec_serve.cache.batch import Twig
 from spec_serve.cache.pool import TRASH
 from spec_serve.cache.store import KVStore, RowKV
 from spec_serve.cache.tree import TokenTree
-from spec_serve.draft.base import Drafter, Plan, Source
+from spec_serve.draft.base import Drafter, Plan, Source, scratch_slots
 from spec_serve.draft.budget import Calibration, Chooser, CostCurve, best_count
 from spec_serve.draft.mix import Candidates, is_ordered
 from spec_serve.spec.continuations import tree_of
@@ -346,9 +346,9 @@ class Builder:
         if self._drafter is None:
             return -1
         if self._taps:
-            return max(0, plan.depth - 1) * plan.width
+            return scratch_slots(self._drafter, plan)
         if plan.nodes and part.final and self._may_draft(row):
-            return (plan.depth - 1) * plan.width
+            return scratch_slots(self._drafter, plan)
         return -1
 
     def _draft_row(self, job: Job, row: Row, b: int, grants: list[int]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import chain
-from spec_serve.draft.base import Drafter, Plan, Seen, Trees
+from spec_serve.draft.base import Drafter, Plan, Seen, Trees, scratch_slots
 from spec_serve.draft.eagle import read_eagle
 from spec_serve.draft.eagle3 import read_eagle3
 from spec_serve.draft.feature import FeatureDrafter
@@ -163,9 +163,10 @@ def bound(drafter: Drafter, slots: int = 64) -> KVPool:
 
 def propose(drafter: Drafter, seen: Seen, depth: int, width: int, nodes: int) -> Trees:
     """A tree in scratch slots from 32 on."""
-    grants = torch.arange(32, 32 + max(1, (depth - 1) * width))[None]
+    plan = Plan(depth, width, nodes)
+    grants = torch.arange(32, 32 + max(1, scratch_slots(drafter, plan)))[None]
     with torch.inference_mode():
-        trees = drafter.propose(seen, grants, Plan(depth, width, nodes), Silent())
+        trees = drafter.propose(seen, grants, plan, Silent())
     assert trees is not None
     return trees
 
@@ -225,3 +226,27 @@ def for_target(kind: str, model: Transformer, taps: tuple[int, ...] = (1, 2, 3))
         raw["draft_vocab_size"] = vocab // 2
         file = read_eagle3(checkpoint(raw, tensors), model.config, taps)
     return FeatureDrafter(FeatureHead(file, TargetParts.of(model)), TorchAttention(exact=True))
+
+
+def dflash_shapes(layers: int = 2, captures: int = 3) -> dict[str, tuple[int, ...]]:
+    """The tensors of a DFlash head."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (H, captures * H), "hidden_norm.weight": (H,), "norm.weight": (H,),
+    }  # fmt: skip
+    for i in range(layers):
+        prefix = f"layers.{i}."
+        shapes |= layer_shapes(prefix)
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            shapes[prefix + name] = (H,)
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{prefix}self_attn.{name}.weight"] = (D,)
+    return shapes
+
+
+DFLASH: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 3, 4]},
+}

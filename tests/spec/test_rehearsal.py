@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from spec_serve.draft.base import Noise, Plan, Seen, Trees
 from spec_serve.draft.feature import FeatureDrafter
