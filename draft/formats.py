@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from spec_serve.draft.base import Drafter
+from spec_serve.draft.block import BlockDrafter, BlockHead
+from spec_serve.draft.dflash import is_dflash, read_dflash
 from spec_serve.draft.eagle import is_eagle, read_eagle
 from spec_serve.draft.eagle3 import is_eagle3, read_eagle3
 from spec_serve.draft.feature import FeatureDrafter
@@ -21,6 +23,7 @@ from spec_serve.draft.head import FeatureHead, TargetParts
 from spec_serve.draft.head_file import HeadFile
 from spec_serve.draft.nextn import is_nextn, read_nextn
 from spec_serve.draft.pairing import check_embedding, check_vocabulary
+from spec_serve.draft.parallel import ParallelDrafter
 from spec_serve.kernels.base import AttentionBackend
 from spec_serve.target.config import ModelConfig
 from spec_serve.target.model import Weights
@@ -61,14 +64,19 @@ class Format:
 
 def _loaded(file: HeadFile, pairing: Pairing) -> FeatureHead:
     parts = pairing.parts(not file.has("lm_head.weight"))
+    _check_own_embedding(file, parts, pairing)
+    return FeatureHead(file, parts, pairing.dtype, pairing.device)
+
+
+def _check_own_embedding(file: HeadFile, parts: TargetParts, pairing: Pairing) -> None:
     if file.has("embed_tokens.weight"):
         check_embedding(file.tensor("embed_tokens.weight", pairing.dtype), parts.embedding)
-    return FeatureHead(file, parts, pairing.dtype, pairing.device)
 
 
 def _feature(file: HeadFile, pairing: Pairing) -> Made:
     check_vocabulary(file.config.block.vocab, pairing.config, pairing.real)
-    return lambda: FeatureDrafter(_loaded(file, pairing), pairing.attention)
+    kind = FeatureDrafter if file.config.mask_token is None else ParallelDrafter
+    return lambda: kind(_loaded(file, pairing), pairing.attention)
 
 
 def _eagle(weights: Weights, pairing: Pairing) -> Made:
@@ -77,6 +85,19 @@ def _eagle(weights: Weights, pairing: Pairing) -> Made:
 
 def _eagle3(weights: Weights, pairing: Pairing) -> Made:
     return _feature(read_eagle3(weights, pairing.config, pairing.taps), pairing)
+
+
+def _dflash(weights: Weights, pairing: Pairing) -> Made:
+    file = read_dflash(weights, pairing.config, pairing.taps)
+    check_vocabulary(file.config.block.vocab, pairing.config, pairing.real)
+
+    def made() -> Drafter:
+        parts = pairing.parts(not file.has("lm_head.weight"))
+        _check_own_embedding(file, parts, pairing)
+        return BlockDrafter(BlockHead(file, parts, pairing.dtype, pairing.device), attention)
+
+    attention = pairing.attention
+    return made
 
 
 def prepare_nextn(weights: Weights, pairing: Pairing) -> Made:
@@ -89,6 +110,7 @@ FORMATS: tuple[Format, ...] = (
     Format("eagle3", is_eagle3, _eagle3),
     Format("eagle", is_eagle, _eagle),
     Format("nextn", is_nextn, prepare_nextn),
+    Format("dflash", is_dflash, _dflash),
 )
 
 

@@ -18,11 +18,14 @@ from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import chain
 from spec_serve.draft.base import Drafter, Plan, Seen, Trees, scratch_slots
+from spec_serve.draft.block import BlockDrafter, BlockHead
+from spec_serve.draft.dflash import read_dflash
 from spec_serve.draft.eagle import read_eagle
 from spec_serve.draft.eagle3 import read_eagle3
 from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.draft.head import FeatureHead, TargetParts
 from spec_serve.draft.nextn import read_nextn
+from spec_serve.draft.parallel import ParallelDrafter
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.target.config import ModelConfig
 from spec_serve.target.layers import RMSNorm
@@ -207,10 +210,15 @@ def nextn_shapes(family: str, *, layers: int = 4) -> dict[str, tuple[int, ...]]:
     }
 
 
-def for_target(kind: str, model: Transformer, taps: tuple[int, ...] = (1, 2, 3)) -> FeatureDrafter:
+def for_target(kind: str, model: Transformer, taps: tuple[int, ...] = (1, 2, 3)) -> Drafter:
     """A random head of a kind for a tiny target, whose hidden size must be H."""
-    vocab = model.config.vocab
+    vocab, own = model.config.vocab, TargetParts.of(model)
     raw = {**CONFIG, "vocab_size": vocab, "num_hidden_layers": model.config.layers}
+    attention = TorchAttention(exact=True)
+    if kind == "dflash":
+        raw |= {**DFLASH, **raw, "model_type": "qwen3"}
+        held = checkpoint(raw, fill(dflash_shapes(), 4))
+        return BlockDrafter(BlockHead(read_dflash(held, model.config, taps), own), attention)
     if kind == "eagle":
         tensors = fill(eagle_shapes(True, embedding=False), 1)
         file = read_eagle(checkpoint(raw, tensors), model.config)
@@ -218,14 +226,27 @@ def for_target(kind: str, model: Transformer, taps: tuple[int, ...] = (1, 2, 3))
         tensors = fill(nextn_shapes("mimo"), 2)
         (file,) = read_nextn(checkpoint(raw, tensors), model.config)
     else:
-        assert kind == "eagle3"
         shapes = {**eagle3_shapes(vocab // 2), "fc.weight": (H, len(taps) * H)}
         del shapes["embed_tokens.weight"]
+        if kind == "p-eagle":
+            shapes |= p_eagle_shapes()
+            raw["mask_token_id"] = 7
         tensors = fill(shapes, 3)
         tensors["d2t"] = torch.arange(vocab // 2)  # every other token
         raw["draft_vocab_size"] = vocab // 2
         file = read_eagle3(checkpoint(raw, tensors), model.config, taps)
-    return FeatureDrafter(FeatureHead(file, TargetParts.of(model)), TorchAttention(exact=True))
+    made = ParallelDrafter if kind == "p-eagle" else FeatureDrafter
+    return made(FeatureHead(file, own), attention)
+
+
+def p_eagle_shapes() -> dict[str, tuple[int, ...]]:
+    """What a P-EAGLE head of two layers has beside an EAGLE-3 head's tensors."""
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    return {
+        "mask_hidden": (1, 1, 3 * H),
+        **{f"layers.1.{name}": (H,) for name in norms},
+        **layer_shapes("layers.1."),
+    }
 
 
 def dflash_shapes(layers: int = 2, captures: int = 3) -> dict[str, tuple[int, ...]]:

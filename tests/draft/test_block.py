@@ -14,22 +14,28 @@ from spec_serve.draft.block import BlockDrafter, BlockHead
 from spec_serve.draft.block_tree import block_tree
 from spec_serve.draft.dflash import default_taps, is_dflash, read_dflash
 from spec_serve.draft.eagle import is_eagle
-from spec_serve.draft.eagle3 import is_eagle3
+from spec_serve.draft.eagle3 import is_eagle3, read_eagle3
+from spec_serve.draft.head import FeatureHead
 from spec_serve.draft.head_file import HeadError
 from spec_serve.draft.nextn import is_nextn
+from spec_serve.draft.parallel import ParallelDrafter
 from spec_serve.kernels.reference import TorchAttention
 from tests.draft.heads import (
+    CONFIG,
     DFLASH,
     PROMPT,
     SAMPLED,
+    D,
     H,
     Silent,
     V,
     bound,
     checkpoint,
     dflash_shapes,
+    eagle3_shapes,
     features,
     fill,
+    p_eagle_shapes,
     parts,
     propose,
     seen_of,
@@ -119,6 +125,59 @@ def test_dspark_answers_left_to_right() -> None:
         expected.append(at)
     assert trees.tokens[0].tolist() == expected
     assert expected != logits.argmax(1).tolist(), "the Markov head must matter"
+
+
+def by_hand(tensors: dict[str, Tensor], pairs: Tensor, features_: Tensor) -> Tensor:
+    """Logits [n, Vd] of a two-layer EAGLE-3 head over tokens [n] and fused features, all causal."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * tensors[name + ".weight"]
+
+    def turn(x: Tensor) -> Tensor:  # [n, heads, D]
+        angle = torch.arange(len(x))[:, None] / 10000.0 ** (torch.arange(0, D, 2) / D)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def layer(x: Tensor, read: Tensor, name: str) -> Tensor:
+        def linear(part: str, y: Tensor) -> Tensor:
+            return y @ tensors[f"{name}.{part}.weight"].T
+
+        q, k, v = (linear(f"self_attn.{p}_proj", read).view(len(x), -1, D) for p in "qkv")
+        q, k = turn(q), turn(k).repeat_interleave(2, 1)
+        score = torch.einsum("qhd,khd->hqk", q, k) / D**0.5
+        score = score.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), float("-inf"))
+        mixed = torch.einsum("hqk,khd->qhd", score.softmax(-1), v.repeat_interleave(2, 1))
+        x = x + linear("self_attn.o_proj", mixed.reshape(len(x), -1))
+        y = norm(x, f"{name}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(linear("mlp.gate_proj", y))
+        return x + linear("mlp.down_proj", gate * linear("mlp.up_proj", y))
+
+    token = norm(tensors["embed_tokens.weight"][pairs], "midlayer.input_layernorm")
+    read = torch.cat((token, norm(features_, "midlayer.hidden_norm")), 1)
+    x = layer(features_, read, "midlayer")
+    x = layer(x, norm(x, "layers.1.input_layernorm"), "layers.1")
+    return norm(x, "norm") @ tensors["lm_head.weight"].T
+
+
+def test_p_eagle_answers_all_masks_at_once() -> None:
+    tensors = fill({**eagle3_shapes(V), **p_eagle_shapes()}, 31)
+    config = {**CONFIG, "ptd_token_id": 9}
+    file = read_eagle3(checkpoint(config, tensors), target_config())
+    made = ParallelDrafter(FeatureHead(file, parts()), TorchAttention())
+    assert made.name == "p-eagle" and file.config.block.layers == 2
+    bound(made)
+    taps = features(32, 3 * H)
+    trees = propose(made, seen_of((*PROMPT, SAMPLED), taps), 4, 1, 4)
+    tokens = torch.tensor([*PROMPT[1:], SAMPLED, 9, 9, 9])
+    known = torch.cat((taps, tensors["mask_hidden"].view(1, -1).expand(3, -1)))
+    logits = by_hand(tensors, tokens, known @ tensors["fc.weight"].T)[-4:]
+    assert trees.tokens[0].tolist() == logits.argmax(1).tolist()
+    scores = logits.log_softmax(-1).amax(1).cumsum(0)
+    torch.testing.assert_close(trees.score[0], scores, atol=1e-4, rtol=0)
+    del config["ptd_token_id"]
+    with pytest.raises(HeadError, match="mask_token_id"):
+        read_eagle3(checkpoint(config, tensors), target_config())
 
 
 def test_which_layers_are_read() -> None:

@@ -64,7 +64,14 @@ def asked() -> list[Request]:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("eagle", (4, 1)), ("eagle3", (3, 3)), ("eagle3", (1, 1)), ("nextn", (3, 2))],
+    [
+        ("eagle", (4, 1)),
+        ("eagle3", (3, 3)),
+        ("eagle3", (1, 1)),
+        ("nextn", (3, 2)),
+        ("dflash", (3, 3)),
+        ("p-eagle", (4, 2)),
+    ],
 )
 def test_text_with_a_head_is_text_without(kind: str, shape: tuple[int, int]) -> None:
     on = engine("none", draft=drafter(kind), depth=shape[0], width=shape[1], lookup=True)
@@ -73,7 +80,7 @@ def test_text_with_a_head_is_text_without(kind: str, shape: tuple[int, int]) -> 
     assert on.stats().drafted > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "nextn"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_cache_hit_changes_no_guess(kind: str) -> None:
     recorder = Recorder(drafter(kind))
     on = engine("none", draft=recorder, depth=3, width=2, step_tokens=16)
