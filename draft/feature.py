@@ -65,6 +65,7 @@ class FeatureDrafter:
     ) -> None:
         self.name = name or head.config.format
         self.head = head
+        self.config = head.config
         self.kv_specs: tuple[KVSpec, ...] = head.kv_specs
         self.taps: tuple[int, ...] = head.config.taps
         self._attention = attention

@@ -21,12 +21,14 @@ from spec_serve.draft.eagle3 import is_eagle3, read_eagle3
 from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.draft.head import FeatureHead, TargetParts
 from spec_serve.draft.head_file import HeadFile
+from spec_serve.draft.native_head import load_native_head, unfit_head
 from spec_serve.draft.nextn import is_nextn, read_nextn
 from spec_serve.draft.pairing import check_embedding, check_vocabulary
 from spec_serve.draft.parallel import ParallelDrafter
 from spec_serve.kernels.base import AttentionBackend
 from spec_serve.target.config import ModelConfig
-from spec_serve.target.model import Weights
+from spec_serve.target.model import Model, Weights
+from spec_serve.target.native import NativeTransformer
 from spec_serve.target.weights import Checkpoint, open_checkpoint
 
 
@@ -34,13 +36,14 @@ from spec_serve.target.weights import Checkpoint, open_checkpoint
 class Pairing:
     """What a head is put together with.
 
-    config: the target's. real: ids of it that mean something. parts: what the head borrows, called
-    with whether the target's own head is needed. taps: boundaries to read, None = what the file
-    says.
+    config: the target's. real: ids of it that mean something. target: the target, once loaded.
+    parts: what the head borrows, called with whether the target's own head is needed. taps:
+    boundaries to read, None = what the file says.
     """
 
     config: ModelConfig
     real: int
+    target: Callable[[], Model]
     parts: Callable[[bool], TargetParts]
     attention: AttentionBackend
     dtype: torch.dtype
@@ -75,8 +78,17 @@ def _check_own_embedding(file: HeadFile, parts: TargetParts, pairing: Pairing) -
 
 def _feature(file: HeadFile, pairing: Pairing) -> Made:
     check_vocabulary(file.config.block.vocab, pairing.config, pairing.real)
-    kind = FeatureDrafter if file.config.mask_token is None else ParallelDrafter
-    return lambda: kind(_loaded(file, pairing), pairing.attention)
+
+    def made() -> Drafter:
+        target = pairing.target()
+        if isinstance(target, NativeTransformer) and not unfit_head(file, target):
+            if file.has("embed_tokens.weight"):
+                _check_own_embedding(file, pairing.parts(False), pairing)
+            return load_native_head(file, target)
+        kind = FeatureDrafter if file.config.mask_token is None else ParallelDrafter
+        return kind(_loaded(file, pairing), pairing.attention)
+
+    return made
 
 
 def _eagle(weights: Weights, pairing: Pairing) -> Made:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,16 @@ class HeadConfig:
     suggested: int = 0
     block_size: int = 0
     anchor_predicts: bool = False
+
+
+@runtime_checkable
+class ReadsTaps(Protocol):
+    """A drafter made of a head. taps may be set to other boundaries, as many as there are."""
+
+    taps: tuple[int, ...]
+
+    @property
+    def config(self) -> HeadConfig: ...
 
 
 @dataclass(frozen=True, slots=True)

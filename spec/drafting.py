@@ -85,6 +85,7 @@ class DraftLoader:
         return Pairing(
             config=config,
             real=min(real_vocabulary(self._tokenizer), config.vocab),
+            target=self._target,
             parts=self._parts,
             attention=self._attention(),
             dtype=self._dtype,
@@ -95,9 +96,12 @@ class DraftLoader:
     def _attention(self) -> AttentionBackend:
         return pick_backend(self._device, "auto")
 
+    def _target(self) -> Model:
+        assert self._loaded.model is not None, "heads are made when the target is there"
+        return self._loaded.model
+
     def _parts(self, head: bool) -> TargetParts:
-        model = self._loaded.model
-        assert model is not None, "heads are made when the target is there"
+        model = self._target()
         if isinstance(model, Transformer):
             return TargetParts.of(model)
         checkpoint = open_checkpoint(self._path)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from spec_serve.draft.base import Drafter
 from spec_serve.draft.budget import CostCurve
-from spec_serve.draft.feature import FeatureDrafter
+from spec_serve.draft.head_file import ReadsTaps
 from spec_serve.kernels.base import AttentionBackend
 from spec_serve.spec.assemble import EngineOptions, assemble
 from spec_serve.spec.request import Request, Sampling, Speculation, Stopping
@@ -79,9 +79,9 @@ def rehearse(
 ) -> Rehearsal:
     """Try a drafter on token sequences; binds it to a pool that is gone afterwards."""
     found = _run(target, drafter, prompts, options, attention, vocab_size)
-    if not found.by_chance or not isinstance(drafter, FeatureDrafter):
+    if not found.by_chance or not isinstance(drafter, ReadsTaps):
         return found
-    config = drafter.head.config
+    config = drafter.config
     if config.final_norm:
         return replace(found, advice=_ADVICE.get(config.format, ""))
     said = drafter.taps

@@ -61,8 +61,8 @@ def head3() -> dict[str, Tensor]:
 
 def pairing(target: Transformer, real: int = V) -> Pairing:
     return Pairing(
-        target.config, real, lambda head: TargetParts.of(target), TorchAttention(), torch.float32,
-        torch.device("cpu"),
+        target.config, real, lambda: target, lambda head: TargetParts.of(target),
+        TorchAttention(), torch.float32, torch.device("cpu"),
     )  # fmt: skip
 
 
