@@ -215,6 +215,7 @@ def _constraint(wire: Generate, tokenizer: TextTokens) -> Constraint | None:
         max_sentences=asked.max_sentences,
         banned=tuple(asked.banned),
         after=asked.after,
+        forcing=asked.forcing,
     )
 
 

@@ -108,6 +108,7 @@ def _constraint(asked: pb.Constraint) -> dict[str, Any]:
         "min_chars": asked.min_chars,
         "banned": list(asked.banned),
         "after": asked.after,
+        "forcing": not asked.no_forcing,
     }
     if kind == "choices":
         made["source"] = msgspec.json.encode(list(asked.choices.texts)).decode()

@@ -68,6 +68,7 @@ class Constraint(Part):
     max_sentences: Most | None = None
     banned: Annotated[list[StopString], Meta(max_length=MAX_BANNED)] = []
     after: Annotated[str, Meta(max_length=256)] = ""
+    forcing: bool = True
 
 
 class NamedTool(Part):

@@ -25,8 +25,13 @@ MOST_DIVISORS = 10_000  # product of the different multipleOfs of a schema
 
 # At most a newline and its indentation, or two blanks: a bound on what is known as a model's
 # endless white space.
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
 BOUNDED = r"(\x0A[\x20\x09]{0,20}|[\x20\x09]{1,2})"
 _REPEAT = re.compile(r"\{(\d+)?(?:,(\d+)?)?\}")
+_DATA = frozenset({"const", "enum", "default", "examples"})  # keywords of a schema that hold values
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)  # and those that hold schemas by name
 _OF_JSON: dict[str, dict[str, object]] = {
     "bounded": {"whitespace_pattern": BOUNDED},
     "compact": {"whitespace_flexible": False},
@@ -53,7 +58,7 @@ def source_of(constraint: Constraint, marker: int | None = None) -> tuple[str, A
             text = LLMatcher.grammar_from_regex("(?s:.)*")
         case "regex":
             _repeats(constraint.source)
-            text = LLMatcher.grammar_from_regex(constraint.source)
+            text = LLMatcher.grammar_from_regex(ascii_digits(constraint.source))
         case "json_schema" | "json_object":
             if constraint.kind == "json_object":
                 _empty(constraint)
@@ -73,7 +78,9 @@ def source_of(constraint: Constraint, marker: int | None = None) -> tuple[str, A
             text = LLMatcher.grammar_from_lark(SHIPPED[constraint.source])
         case _:
             raise refused(f"kind {str(constraint.kind)[:32]!r} is not known")
-    return (_behind(text, constraint.after, marker) if constraint.after else text), schema
+    if constraint.after:
+        text = _behind(text, constraint.after, marker)
+    return (text if constraint.forcing else _free(text)), schema
 
 
 def _empty(constraint: Constraint) -> None:
@@ -105,7 +112,7 @@ def _from_schema(schema: Any, constraint: Constraint) -> str:
     }  # fmt: skip
     if schema is False:
         raise refused("no text fits it")
-    given = {} if schema is True else schema
+    given = {} if schema is True else _written(schema)
     try:
         return LLMatcher.grammar_from_json_schema(given, overrides=options)  # type: ignore[arg-type]
     except ValueError as error:
@@ -137,6 +144,47 @@ def check_schema(schema: Any) -> None:
         product *= _weight(divisor)
         if product > MOST_DIVISORS:
             raise refused(f"multipleOf: all different ones multiply to over {MOST_DIVISORS}")
+
+
+def ascii_digits(pattern: str, words: bool = False) -> str:
+    r"""The same regular expression with \d for the ten digits, and no other script's; with `words`
+    also \w for ASCII's, as ECMAScript has them, which schemas are written in."""
+    made: list[str] = []
+    in_class = False
+    meant = {"d": "0-9", "w": "0-9A-Za-z_"} if words else {"d": "0-9"}
+    at = 0
+    while at < len(pattern):
+        piece = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
+        at += len(piece)
+        if piece[1:] in meant and len(piece) == 2:
+            piece = meant[piece[1]] if in_class else f"[{meant[piece[1]]}]"
+        elif piece == "[":
+            in_class = True
+        elif piece == "]":
+            in_class = False
+        made.append(piece)
+    return "".join(made)
+
+
+def _written(schema: Any) -> Any:
+    """A schema, its patterns as they are meant. Depth is bounded before."""
+    if isinstance(schema, list):
+        return [_written(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, dict):
+            patterns = name == "patternProperties"
+            made[name] = {
+                (ascii_digits(key, words=True) if patterns else key): _written(inner)
+                for key, inner in value.items()
+            }
+        elif name == "pattern" and isinstance(value, str):
+            made[name] = ascii_digits(value, words=True)
+        else:
+            made[name] = value if name in _DATA else _written(value)
+    return made
 
 
 def _weight(divisor: float) -> float:
@@ -202,6 +250,21 @@ def _behind(text: str, marker: str, token: int | None) -> str:
     else:
         # Lazy: the shortest text that ends with the marker.
         main = f"start: free @constrained\nfree[lazy]: /(?s:.)*{_literal(marker)}/"
+    return _within(main, text)
+
+
+def _within(main: str, text: str) -> str:
+    """A grammar in Lark around another one, which it calls @constrained."""
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     grammars[0]["name"] = "constrained"
     return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, *grammars]})
+
+
+def _free(text: str) -> str:
+    """The same grammar, every way to cut its text into tokens allowed."""
+    if text.startswith("{"):
+        grammars = json.loads(text)["grammars"]
+        if grammars[0].get("name") == "main":
+            grammars[0]["lark_grammar"] = _UNFORCED + grammars[0]["lark_grammar"]
+            return json.dumps({"grammars": grammars})
+    return _within(_UNFORCED + "start: @constrained", text)

@@ -107,7 +107,8 @@ class Constraint:
     "name" a grammar shipped here (spec/shipped.py); "text" anything (source ""), for the bounds
     below alone. whitespace: between JSON's tokens, at most a newline and 20 blanks, none, or any
     amount. strict: refuse a schema with keywords that can't be enforced; False = they are ignored
-    and listed in the answer.
+    and listed in the answer. forcing: where only one text can follow, only the tokens the tokenizer
+    would write it with can; False = any that spell it, as without a constraint.
 
     max_chars, min_chars: characters of the text (0 and None = no bound); max_words: runs without
     white space; max_sentences: runs that end with . ! or ? before white space. banned: strings that
@@ -130,6 +131,7 @@ class Constraint:
     max_sentences: int | None = None
     banned: tuple[str, ...] = ()
     after: str = ""
+    forcing: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ def _constraint(asked: m.Constraint) -> pb.Constraint:
         max_sentences=asked.max_sentences,
         banned=asked.banned,
         after=asked.after,
+        no_forcing=not asked.forcing,
     )
     if asked.kind == "choices":
         try:

@@ -175,7 +175,7 @@ class Speculation(_message.Message):
     def __init__(self, mode: _Optional[_Union[Speculation.Mode, str]] = ..., max_nodes: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., prediction: _Optional[str] = ...) -> None: ...
 
 class Constraint(_message.Message):
-    __slots__ = ("text", "regex", "json_schema", "json_object", "choices", "lark", "name", "whitespace", "lenient", "max_chars", "min_chars", "max_words", "max_sentences", "banned", "after")
+    __slots__ = ("text", "regex", "json_schema", "json_object", "choices", "lark", "name", "whitespace", "lenient", "max_chars", "min_chars", "max_words", "max_sentences", "banned", "after", "no_forcing")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class Constraint(_message.Message):
     MAX_SENTENCES_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    NO_FORCING_FIELD_NUMBER: _ClassVar[int]
     text: bool
     regex: str
     json_schema: str
@@ -206,7 +207,8 @@ class Constraint(_message.Message):
     max_sentences: int
     banned: _containers.RepeatedScalarFieldContainer[str]
     after: str
-    def __init__(self, text: _Optional[bool] = ..., regex: _Optional[str] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ..., lark: _Optional[str] = ..., name: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., lenient: _Optional[bool] = ..., max_chars: _Optional[int] = ..., min_chars: _Optional[int] = ..., max_words: _Optional[int] = ..., max_sentences: _Optional[int] = ..., banned: _Optional[_Iterable[str]] = ..., after: _Optional[str] = ...) -> None: ...
+    no_forcing: bool
+    def __init__(self, text: _Optional[bool] = ..., regex: _Optional[str] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ..., lark: _Optional[str] = ..., name: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., lenient: _Optional[bool] = ..., max_chars: _Optional[int] = ..., min_chars: _Optional[int] = ..., max_words: _Optional[int] = ..., max_sentences: _Optional[int] = ..., banned: _Optional[_Iterable[str]] = ..., after: _Optional[str] = ..., no_forcing: _Optional[bool] = ...) -> None: ...
 
 class Choices(_message.Message):
     __slots__ = ("texts",)

@@ -79,7 +79,7 @@ def test_fields_are_named_as_the_proto_names_them(wire: str, proto: str) -> None
           for kind in ("regex", "json_schema", "lark", "name")),
         {"constraint": {"kind": "text", "max_chars": 9, "min_chars": 2, "max_words": 3,
                         "max_sentences": 1, "banned": ["x", "ä"], "after": "</think>"}},
-        {"constraint": {"kind": "json_object", "whitespace": "compact"}},
+        {"constraint": {"kind": "json_object", "whitespace": "compact", "forcing": False}},
         {"constraint": {"kind": "json_schema", "source": "{}", "whitespace": "any",
                         "strict": False}},
         {"constraint": {"kind": "choices", "source": '["a","ä \\""]'}},

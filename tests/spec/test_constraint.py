@@ -391,3 +391,34 @@ class _Spied:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def test_what_is_forced_may_be_left_free_and_digits_are_ascii() -> None:
+    """`forcing` is about tokens only; scripts' digits have bytes above ASCII's."""
+    for kind, after in (("regex", ""), ("regex", "then"), ("json_schema", "")):
+        source = "the other" if kind == "regex" else json.dumps({"const": "the other"})
+        ways = []
+        for forcing in (True, False):
+            on = walk(Constraint(kind, source, after=after, forcing=forcing))
+            on.take(ids(after))
+            # The single letters of a word that the tokenizer would write with longer ones.
+            for token in [*ids('"t' if kind == "json_schema" else "t")][:-1]:
+                on.take([token])
+            (mask,) = on.masks(())
+            assert mask is not None
+            ways.append(sum(int(word).bit_count() for word in mask))
+        assert ways[0] == 1 < ways[1]
+    for kind, source in (
+        ("regex", r"[\d]\d\w"),
+        ("json_schema", json.dumps({"type": "object", "patternProperties": {
+            r"^\d\d\w$": {"const": {"pattern": r"\d"}}}, "additionalProperties": False})),
+    ):  # fmt: skip
+        matcher = compiler_of(spelling()).compile(Constraint(kind, source)).grammar.start()
+        begun = '{"' if kind == "json_schema" else ""
+        assert all(map(matcher.advance, ids(begun + "4")))
+        assert matcher.copy().advance(ids("2")[0])
+        assert not matcher.copy().advance(ids("٢")[0]), "ARABIC-INDIC DIGIT TWO"
+        assert all(map(matcher.advance, ids("2")))
+        assert matcher.copy().advance(ids("é")[0]) == (kind == "regex")
+        if kind == "json_schema":
+            assert all(map(matcher.advance, ids('x":{"pattern":"\\\\d"}}'))) and matcher.complete
