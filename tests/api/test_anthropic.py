@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import anthropic
 import httpx
 import pytest
 
@@ -23,6 +22,9 @@ from spec_serve.api import openai_run
 from spec_serve.api.server import Server
 from tests.api.echo import ByteTokens, Echo
 from tests.api.serving import SETTINGS, until
+from tests.late import Late
+
+anthropic: Any = Late("anthropic")
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TOOL = {
@@ -63,7 +65,7 @@ async def asked(engine: Echo | None = None) -> AsyncIterator[tuple[Server, httpx
 @asynccontextmanager
 async def talking(
     engine: Echo | None = None,
-) -> AsyncIterator[tuple[Server, anthropic.AsyncAnthropic]]:
+) -> AsyncIterator[tuple[Server, Any]]:
     async with serving(engine) as server:
         base = f"http://127.0.0.1:{server.port}"
         async with anthropic.AsyncAnthropic(

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
 import httpx
-import openai
 import pytest
 
 from tests import servers
 from tests.api.processes import Running, echo_server
+from tests.late import Late
+
+openai: Any = Late("openai")
 
 HELLO: Any = [{"role": "user", "content": "hello 😀 world"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
@@ -27,7 +29,7 @@ TOOLS: Any = [
 ]
 
 
-def client(url: str) -> openai.OpenAI:
+def client(url: str) -> Any:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
 
 
@@ -64,7 +66,7 @@ def test_case_21_streams_with_the_official_client(echo_url: str, usage: bool) ->
 
 
 def test_async_streams_side_by_side(echo_url: str) -> None:
-    async def one(api: openai.AsyncOpenAI, text: str) -> str:
+    async def one(api: Any, text: str) -> str:
         messages: Any = [{"role": "user", "content": text}]
         made = await api.chat.completions.create(model="echo", messages=messages, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in made])

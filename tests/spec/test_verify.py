@@ -12,13 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from spec_serve.cache.batch import TreeBatch, Twig, build_batch
 from spec_serve.cache.tree import TokenTree, chain, root, trie
 from spec_serve.spec.request import Sampling
 from spec_serve.spec.sampling import RowNoise, RowSampling, choose, pack
 from spec_serve.spec.verify import Verdict, walk
+from tests.late import Late
+
+stats = Late("scipy.stats")
 
 
 def batch_of(trees: Sequence[TokenTree], logits_from: Sequence[int]) -> TreeBatch:

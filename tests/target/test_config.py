@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spec_serve.target.config import ConfigError, ModelConfig, RopeConfig
 from spec_serve.target.rope import Rotary, inverse_frequencies, rotate
+from tests.late import Late
 from tests.tiny import FAMILIES, tiny_config
+
+transformers = Late("transformers")
+rope_utils = Late("transformers.modeling_rope_utils")
 
 LLAMA3 = {
     "factor": 32.0,
@@ -37,7 +39,7 @@ def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
 def test_transformers_writes_and_we_read(family: str) -> None:
     """The file transformers 5 writes for a model says the same as the older one."""
     raw = without(tiny_config(family, sliding_window=8), "torch_dtype")
-    written = json.loads(AutoConfig.for_model(**raw).to_json_string(use_diff=False))
+    written = json.loads(transformers.AutoConfig.for_model(**raw).to_json_string(use_diff=False))
     assert "rope_parameters" in written and "rope_theta" not in written
     assert ModelConfig.from_checkpoint_config(written) == ModelConfig.from_checkpoint_config(raw)
 
@@ -140,8 +142,9 @@ def test_scaling_in_both_generations(scaling: dict[str, Any], wanted: RopeConfig
 def test_frequencies_are_transformers(scaling: dict[str, Any], head_dim: int) -> None:
     raw = tiny_config(rope_scaling=scaling, rope_theta=500000.0, head_dim=head_dim)
     rope = ModelConfig.from_checkpoint_config(raw).rope
-    theirs = AutoConfig.for_model(**without(raw, "torch_dtype"))
-    wanted, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
+    theirs = transformers.AutoConfig.for_model(**without(raw, "torch_dtype"))
+    made = rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+    wanted, factor = made(theirs, torch.device("cpu"))
     torch.testing.assert_close(inverse_frequencies(rope, head_dim), wanted, rtol=2e-6, atol=0)
     assert math.isclose(rope.attention_factor, factor)
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.gemma3 import modeling_gemma3
 
 from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool
@@ -19,6 +17,7 @@ from spec_serve.kernels.reference import TorchAttention
 from spec_serve.target.config import ConfigError
 from spec_serve.target.layers import FEWEST, Linear, RMSNorm, can_pack, tier
 from spec_serve.target.model import TargetOut, Transformer, load_model
+from tests.late import Late
 from tests.tiny import (
     FAMILIES,
     VOCAB,
@@ -29,6 +28,9 @@ from tests.tiny import (
     tiny_tokenizer,
     write_tiny_model_dir,
 )
+
+transformers = Late("transformers")
+modeling_gemma3 = Late("transformers.models.gemma3.modeling_gemma3")
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -90,8 +92,8 @@ def ours(variant: str) -> Transformer:
 def theirs(variant: str) -> Any:
     held = checkpoint(variant)
     raw = {key: value for key, value in held.config.items() if key != "torch_dtype"}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**raw), attn_implementation="eager"
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**raw), attn_implementation="eager"
     ).eval()
     tensors = dict(held.tensors)
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -168,7 +170,7 @@ def test_chunks_decoding_and_trees(variant: str) -> None:
 def test_attention_softcap_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' Gemma 3 reads the cap but does not apply it, so it is put into its formula."""
     capped = functools.partial(modeling_gemma3.eager_attention_forward, softcap=2.0)
-    monkeypatch.setattr(modeling_gemma3, "eager_attention_forward", capped)
+    monkeypatch.setattr(modeling_gemma3.real(), "eager_attention_forward", capped)
     model = tiny_model("gemma3", 3, attn_logit_softcapping=2.0)
     wanted = reference("gemma3", TOKENS).logits[0]
     close(Session(model).run((0, 0, chain(TOKENS))).logits, wanted)
