@@ -12,7 +12,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spec_serve.api.ports import is_loopback
@@ -29,10 +29,14 @@ Held = tuple[str, str]  # name, sha256 hex
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who asks. name: of the key, for logs and limits, never the key. admin: flush and friends."""
+    """Who asks. name: of the key, for logs and limits, never the key. admin: flush and friends.
+
+    digest: of the key that was presented, "" for none; two keys of one name are the same principal.
+    """
 
     name: str
     admin: bool = False
+    digest: str = field(default="", repr=False, compare=False)
 
 
 LOCAL = Principal("local", admin=True)
@@ -86,9 +90,13 @@ class Keys:
             names[name], digests[digest] = digest, name
         if self._file and not keys:
             raise ValueError(f"api-key-file: {self._file} holds no key")
-        self._held = [(digest, Principal(name)) for name, digest in keys]
-        self._held += [(digest, Principal(name, admin=True)) for name, digest in self._admin]
+        self._held = [(digest, Principal(name, False, digest)) for name, digest in keys]
+        self._held += [(digest, Principal(name, True, digest)) for name, digest in self._admin]
         return len(self._held)
+
+    def knows(self, who: Principal) -> bool:
+        """Whether what let them in still does: their key is in force, or they needed none."""
+        return not who.digest or any(who.digest == digest for digest, _ in self._held)
 
     @property
     def _where(self) -> str:

@@ -30,6 +30,7 @@ from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service, shown_name
+from spec_serve.api.session import REVOKED
 from spec_serve.api.text import TextStream
 from spec_serve.api.version import __version__
 from spec_serve.spec.request import RequestError
@@ -153,6 +154,8 @@ class SpecServe(pb_grpc.SpecServeServicer):
         """The counters and their rates, one sample per interval until the client leaves."""
         try:
             async for made in samples(self._service, request.interval_ms):
+                if not self._service.keys.knows(caller.get()):
+                    await abort(context, REVOKED)
                 await context.write(made)
         except m.BadMessage as error:
             await abort(context, bad(error))

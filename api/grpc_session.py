@@ -21,7 +21,7 @@ from spec_serve.api.auth import Principal
 from spec_serve.api.grpc_reader import Patience
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.service import Service
-from spec_serve.api.session import Session
+from spec_serve.api.session import REVOKED, Session
 
 SAYS = ("generate", "cancel", "ping", "resume", "ack", "tokenize", "program")
 MAX_BAD = 100  # requests nobody understands, before the call is ended
@@ -123,7 +123,13 @@ class SessionCall:
         self._wake = asyncio.Event()
         self._end: tuple[grpc.StatusCode, str, Any] | None = None
         self._bad = 0
+        self._revoked = False
         self._session = Session(service, principal, self._wake.set, self._moved)
+
+    @property
+    def principal(self) -> Principal:
+        """Whose it is."""
+        return self._session.principal
 
     @property
     def busy(self) -> bool:
@@ -142,6 +148,12 @@ class SessionCall:
         """The server goes away: end the call once what waits has been sent."""
         error = m.Error("draining", "the server is shutting down", retryable=True)
         self._finish(*convert.status(error))
+
+    def revoke(self) -> None:
+        """Its key is in force no longer."""
+        self._session.cancel_all()
+        self._revoked = True
+        self._finish(*convert.status(REVOKED))
 
     def _moved(self, code: int) -> None:
         self._finish(grpc.StatusCode.ABORTED, "another session has taken over", ())
@@ -164,7 +176,8 @@ class SessionCall:
         finally:
             patience.close()
             reader.cancel()
-            session.drop(resumable=broken or self._end is not None)
+            broken = broken or self._end is not None
+            session.drop(resumable=broken and not self._revoked)
         if self._end is not None:
             await self._context.abort(*self._end)
 

@@ -127,6 +127,7 @@ class Server:
             self.link.cache_observers.append(self.feed.take)
         self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.service.shelf.window_s = settings.resume_window_s
+        self.service.keys = self.keys
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
         self.app.add(openapi.routes(self.app.routes))
         self.port = settings.port
@@ -218,10 +219,18 @@ class Server:
         """
         try:
             log.info("%d keys are in force", self.keys.reread())
+            self._revoke()
             if self._tls is not None:
                 tls.load(self._tls, self.settings)
         except (ValueError, OSError) as error:
             log.error("not read again: %s", error)
+
+    def _revoke(self) -> None:
+        """Cancel and close what keys have opened that are no longer in force."""
+        self.service.revoke()
+        for session in self._sessions():
+            if session.principal is not None and not self.keys.knows(session.principal):
+                session.revoke()
 
     def _engine_died(self) -> None:
         self._failed = True

@@ -20,7 +20,7 @@ import msgspec
 
 from spec_serve.api import messages as m
 from spec_serve.api import traces
-from spec_serve.api.auth import LOCAL, Principal
+from spec_serve.api.auth import LOCAL, OPEN, Principal
 from spec_serve.api.convert import GREEDY, Prepared, SamplingDefaults, TextTokens, to_request
 from spec_serve.api.generation import Generation, Outbox
 from spec_serve.api.limits import CHARS_PER_TOKEN, Admission, Bounds
@@ -64,6 +64,7 @@ class Service:
         self.models = (self.model,)
         self.started = time.monotonic()
         self.draining = False
+        self.keys = OPEN
         self.shelf: Shelf[Any] = Shelf()  # sessions whose connections may come back
         self.programs = Registry()
         self._pool = ThreadPoolExecutor(2, "tokenize")
@@ -198,6 +199,14 @@ class Service:
         for one in found:
             self.link.cancel(one)
         return found
+
+    def revoke(self) -> None:
+        """End what runs, or waits to be resumed, for those whom `keys` know no longer."""
+        knows = self.keys.knows
+        for request_id, held in list(self.admission.live.items()):
+            if not knows(held.who):
+                self.link.cancel(request_id)
+        self.shelf.revoke(knows)
 
     def close(self) -> None:
         """Let the pool go; what it still does is not waited for."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from spec_serve.api import messages as m
+from spec_serve.api import traces
 from spec_serve.api.auth import Principal
 from spec_serve.api.convert import Prepared
 from spec_serve.api.generation import Generation, Numbered, Outbox, failure
@@ -36,6 +37,7 @@ MAX_OVER = 64  # generations that have ended, kept for a resume
 MAX_STARTING = 256  # requests and texts being read at once
 REPLAY = 64  # missed messages handed out at once
 
+REVOKED = m.Error("unauthorized", "this API key is not known here any more")
 _CANCELLED = m.Usage(0, 0), m.Timings(0.0, 0.0, 0.0, 0.0)
 
 
@@ -52,7 +54,8 @@ class Session:
     """The generations of one connection. All methods belong to the loop's thread.
 
     wake: called when there is something to take. close: asks the owner to close its connection with
-    this code, because another one took over; the owner then calls `drop`.
+    this code, because another one took over; the owner then calls `drop`. trace: the traceparent
+    that came with the connection.
     """
 
     def __init__(
@@ -61,8 +64,9 @@ class Session:
         principal: Principal,
         wake: Callable[[], None],
         close: Callable[[int], None],
+        trace: str | None = None,
     ) -> None:
-        self.principal = principal
+        self.principal, self._trace = principal, trace
         self._service, self._wake, self._close = service, wake, close
         self._shelf = service.shelf
         self.resume_token = self._shelf.token()
@@ -234,6 +238,8 @@ class Session:
             self.say(m.Tokens(asked.ask, pieces))
 
     async def _begin(self, wire: m.Generate, preparing: Preparing) -> None:
+        if self._trace is not None:
+            traces.caller.set(self._trace)
         try:
             prepared = await self._service.prepare(wire, principal=self.principal)
             preparing.session._admit(wire, prepared, preparing)

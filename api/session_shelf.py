@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from spec_serve.api.auth import Principal
@@ -141,6 +142,12 @@ class Shelf(Generic[S]):
         timer = self._timers.pop(token, None)
         if timer is not None:
             timer.cancel()
+
+    def revoke(self, knows: Callable[[Principal], bool]) -> None:
+        """End what waits without a connection for those who are known no longer."""
+        for token in list(self._timers):
+            if not knows(self._sessions[token].principal):
+                self._expire(token)
 
     def close(self) -> None:
         """Forget all sessions without a word."""

@@ -14,7 +14,7 @@ import logging
 from spec_serve.api import messages as m
 from spec_serve.api.auth import Principal
 from spec_serve.api.calls import Receive, Scope, Send
-from spec_serve.api.session import MOVED, Session
+from spec_serve.api.session import MOVED, REVOKED, Session
 from spec_serve.api.websocket_door import Door, Entry, Refusal
 from spec_serve.spec.request import RequestError
 
@@ -109,6 +109,17 @@ class Socket:
         if self.session is not None:
             self.session.cancel_all()
 
+    @property
+    def principal(self) -> Principal | None:
+        """Whose it is; None before a key has come."""
+        return None if self.session is None else self.session.principal
+
+    def revoke(self) -> None:
+        """Its key is in force no longer."""
+        self.cancel_all()
+        self.say(REVOKED)
+        self.close(UNAUTHORIZED)
+
     def close(self, code: int) -> None:
         """Close once what waits has been sent."""
         if self.closing is None:
@@ -119,7 +130,8 @@ class Socket:
 
     def begin(self, principal: Principal) -> None:
         """The client may use the server."""
-        self.session = Session(self._door.service, principal, self.wake, self.close)
+        service, trace = self._door.service, self._entry.trace
+        self.session = Session(service, principal, self.wake, self.close, trace)
         self.session.greet()
 
     def _in_time(self) -> None:

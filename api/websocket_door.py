@@ -30,12 +30,14 @@ KEY_PROTOCOL = "specserve.key."  # and the key, as base64url
 class Entry:
     """A handshake that is let in. principal None: the key has to come as the first message.
 
-    subprotocol: what the answer names, None for a client that offered none.
+    subprotocol: what the answer names, None for a client that offered none. trace: the client's
+    traceparent.
     """
 
     codec: str
     subprotocol: str | None
     principal: Principal | None
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Door:
         if not self.service.ready:
             told = "the server is not taking requests"
             return Refusal(503, told, ((b"retry-after", b"5"),))
-        return Entry(spoken or m.JSON, spoken, principal)
+        return Entry(spoken or m.JSON, spoken, principal, header(headers, b"traceparent"))
 
     def _principal(self, headers: Headers, names: list[str]) -> Principal | None:
         """Whose key came along; None if one is needed and none came. Raises RequestError."""

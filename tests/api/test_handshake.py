@@ -12,6 +12,7 @@ from websockets.asyncio.client import connect
 
 from spec_serve.api import messages as m
 from spec_serve.api import server as module
+from tests.api.raw import raw
 from tests.api.serving import served
 
 pytestmark = pytest.mark.usefixtures("each_websocket")
@@ -78,3 +79,22 @@ def test_listening_to_everybody_is_warned_of(
     with caplog.at_level(logging.WARNING):
         uvloop.run(go())
     assert ("unencrypted" in caplog.text) != own
+
+
+def test_the_callers_span_is_that_of_its_generations() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    async def go() -> None:
+        async with served() as (server, url):
+            seen: dict[str, str | None] = {}
+            server.link.observers.append(
+                lambda events: seen.update((e.request.id, e.request.trace) for e in events)
+            )
+            for trace in (parent, None):
+                headers = {} if trace is None else {"traceparent": trace}
+                async with raw(url, additional_headers=headers) as client:
+                    await client.say(m.generate({"gen": "g", "prompt": "x"}))
+                    (started,) = (x for x in await client.rest("g") if isinstance(x, m.Started))
+                assert seen[started.id] == trace
+
+    uvloop.run(go())

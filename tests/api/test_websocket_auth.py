@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import uvloop
 import websockets
@@ -12,6 +15,8 @@ from websockets.frames import Frame, Opcode
 
 from spec_serve.api import messages as m
 from spec_serve.api import websocket as module
+from spec_serve.api.proto import specserve_pb2 as pb
+from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.api.websocket_door import KEY_PROTOCOL, offered
 from tests.api.raw import raw
 from tests.api.serving import CODECS, served, until
@@ -136,6 +141,51 @@ def test_a_resume_needs_the_same_key() -> None:
                     await client.hear()
                     await client.say(m.Resume(token, {"g": -1}))
                     assert await client.hear() == m.Resumed(gens)
+
+    uvloop.run(go())
+
+
+def test_a_key_taken_away_ends_what_it_opened(tmp_path: Path) -> None:
+    file, other = tmp_path / "keys", "another-key-of-some-length"
+    file.write_text(f"alice:{KEY}\nbob:{other}\n")
+    wire = {"gen": "g", "prompt": "x", "resumable": True, "ignore_eos": True}
+
+    async def go() -> None:
+        async with served(api_key_file=str(file), grpc_port=0) as (server, url):
+            assert server.grpc is not None
+            async with (
+                raw(url, m.JSON, wrapped(KEY)) as alice,
+                raw(url, m.JSON, wrapped(other)) as bob,
+                raw(url, m.JSON, wrapped(KEY)) as gone,
+                grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc.port}") as channel,
+            ):
+                for client in (alice, bob, gone):
+                    await client.say(m.generate(wire))
+                    assert [type(await client.hear()) for _ in "12"] == [m.Hello, m.Started]
+                stub: Any = pb_grpc.SpecServeStub(channel)
+                metadata = [("x-api-key", KEY)]
+                session = stub.Session(metadata=metadata)
+                assert (await session.read()).HasField("hello")
+                watching = stub.WatchStats(pb.WatchStatsRequest(interval_ms=100), metadata=metadata)
+                assert (await watching.read()).interval_s > 0
+                gone.abort()
+                await until(lambda: server.service.shelf.dropped == 1)
+                assert len(server.service.admission.live) == 3
+                server.reread()  # the same keys: nothing happens
+                file.write_text(f"alice:{KEY}-new\nbob:{other}\n")
+                server.reread()
+                code, heard = await alice.closed()
+                assert code == 3000
+                assert [x.code for x in heard if isinstance(x, m.Error)] == ["unauthorized"]
+                for call in (session, watching):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        while await call.read():
+                            pass
+                    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+                await until(lambda: len(server.service.admission.live) == 1)
+                assert server.service.shelf.dropped == 0 and len(server.app.sessions) == 1
+                while not isinstance(await bob.hear(), m.Delta):  # goes on
+                    pass
 
     uvloop.run(go())
 
