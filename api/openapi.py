@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from spec_serve.api import anthropic_wire, openai_wire
+from spec_serve.api import anthropic_wire, openai_wire, program_routes
 from spec_serve.api.calls import JSON_TYPE, Call, Route
 from spec_serve.api.version import __version__
 
@@ -60,6 +60,15 @@ DESCRIBED: dict[tuple[str, str], Described] = {
     ),
     ("POST", "/v1/messages/count_tokens"): Described(
         "How many tokens a conversation has", anthropic_wire.Counted
+    ),
+    ("GET", "/v1/programs"): Described(
+        "The programs the operator registered", answer=program_routes.ProgramList
+    ),
+    ("POST", "/v1/programs"): Described(
+        "Run one of them",
+        program_routes.ProgramRequest,
+        program_routes.ProgramAnswer,
+        program_routes.ProgramEvent,
     ),
     ("GET", "/"): Described("The chat page", kind="text/html"),
     ("GET", "/health"): Described("Whether the engine lives; 503 if not"),

@@ -21,6 +21,7 @@ from spec_serve.api.programs import (
     Wanted,
     checked,
     performed,
+    plain,
     refused,
     unread,
     value_of,
@@ -28,7 +29,7 @@ from spec_serve.api.programs import (
 from spec_serve.api.service import Service
 from spec_serve.lang import events as e
 from spec_serve.lang.backend import Backend, ClientBackend
-from spec_serve.lang.held import Held, decoded
+from spec_serve.lang.held import Held, arguments, decoded
 from spec_serve.spec.request import RequestError
 
 log = logging.getLogger("spec_serve.programs")
@@ -110,10 +111,11 @@ class Programs:
             async def tell(event: Told) -> None:
                 await self._told(asked, event)
 
-            end = await performed(backend, held, asked.arguments, functions, tell)
+            given = arguments(held, (), asked.arguments) if asked.name else asked.arguments
+            end = await performed(backend, held, given, functions, tell)
             end.run = asked.run
-            if not asked.name:
-                end.value = None  # the client makes it of what it was told
+            # The client of a graph makes it of what it was told.
+            end.value = plain(end.value) if asked.name else None
             self._say(end)
         except Exception as error:
             said = refused(error, asked.run)

@@ -39,6 +39,7 @@ from spec_serve.lang.parts import (
     every,
 )
 from spec_serve.lang.run import Run
+from spec_serve.lang.values import written
 from spec_serve.spec.request import RequestError
 
 MOST_STATES = 256
@@ -89,7 +90,10 @@ def registered(folder: str, module: str) -> Registry:
     """
     if not folder:
         return Registry()
-    held = importlib.import_module(module) if module else None
+    try:
+        held = importlib.import_module(module) if module else None
+    except ImportError as error:
+        raise ValueError(f"program-functions: {error}") from None
     made: dict[str, Registered] = {}
     try:
         files = sorted(Path(folder).iterdir())
@@ -188,10 +192,11 @@ async def performed(
         told.put_nowait(Wanted(op, number, refs, answer))
         return await answer
 
+    ahead = questions(held.ops, given)
     known = {one.key: one.pieces for one in held.known}
     run = Run(backend, known=known, given=given, events=told, far=far)
     run.know(functions, {})
-    for question in questions(held.ops, given):
+    for question in ahead:
         run.ask_ahead(question)
     work = asyncio.create_task(operated(run, held))
     try:
@@ -207,9 +212,18 @@ async def performed(
     return w.ProgramEnd("", value, text, ids, messages, named)
 
 
+def plain(value: Any) -> Any:
+    """What a program returned, as data. Raises ProgramError."""
+    try:
+        return msgspec.to_builtins(value)
+    except TypeError as error:
+        raise ProgramError(f"what the program returns can't be told: {error}") from None
+
+
 def value_of(run: str, event: e.Done) -> w.ProgramValue:
     """As it is said."""
-    texts = event.value if isinstance(event.value, list) else [event.value]
+    values = event.value if event.many else [event.value]
+    texts = [written(value) for value in values]
     meta = event.meta
     told = {name: getattr(meta, name) for name in meta.__dataclass_fields__}
     told["ids"] = list(meta.ids)
@@ -234,6 +248,9 @@ def refused(error: BaseException, run: str | None) -> m.Error:
         return m.Error("invalid_request", str(error), gen=run, param=f"call:{error.number}")
     if isinstance(error, ProgramError | TypeError | ValueError):
         return m.Error("invalid_request", str(error), gen=run, param="program")
+    if isinstance(error, RecursionError):
+        told = "the graph is nested too deeply"
+        return m.Error("invalid_request", told, gen=run, param="program")
     if isinstance(error, LookupError):
         told = f"the graph can't be run: it refers to {error}, which it does not have"
         return m.Error("invalid_request", told, gen=run, param="program")

@@ -20,7 +20,15 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from spec_serve.api import anthropic, openai_chat, openai_completions, openai_models, openapi, tls
+from spec_serve.api import (
+    anthropic,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    openapi,
+    program_routes,
+    tls,
+)
 from spec_serve.api.auth import configured
 from spec_serve.api.calls import Route
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
@@ -38,6 +46,7 @@ from spec_serve.api.ops import Operations
 from spec_serve.api.ports import is_loopback
 from spec_serve.api.process_child import EngineProcess
 from spec_serve.api.process_link import link_to
+from spec_serve.api.programs import registered
 from spec_serve.api.request_log import RequestLog
 from spec_serve.api.server_settings import ServeSettings
 from spec_serve.api.service import Service
@@ -127,6 +136,7 @@ class Server:
             self.link.cache_observers.append(self.feed.take)
         self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.service.shelf.window_s = settings.resume_window_s
+        self.service.programs = registered(settings.programs, settings.program_functions)
         self.service.keys = self.keys
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
         self.app.add(openapi.routes(self.app.routes))
@@ -147,6 +157,7 @@ class Server:
             *openai_completions.routes(self.service),
             *openai_models.routes(self.service),
             *anthropic.routes(self.service),
+            *program_routes.routes(self.service),
         ]
 
     def addresses(self) -> list[str]:

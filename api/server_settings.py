@@ -26,7 +26,8 @@ class ServeSettings:
     engine_process: run the engine in a process of its own. max_queue, max_queue_tokens: requests
     and prompt tokens that may wait, 0 = no bound. *_timeout_s: 0 = none. key_*: per key, 0 = none.
     kv_events: ZMQ address, or grpc for subscribers by gRPC alone, "" = none.
-    otel_endpoint: OTLP over HTTP, "" = none.
+    otel_endpoint: OTLP over HTTP, "" = none. programs: a folder of compiled programs, "" = none;
+    program_functions: the Python module whose functions they may call.
     """
 
     host: str = "127.0.0.1"
@@ -59,3 +60,5 @@ class ServeSettings:
     kv_events: str = ""
     kv_events_replay: str = ""
     otel_endpoint: str = ""
+    programs: str = ""
+    program_functions: str = ""

@@ -132,6 +132,13 @@ SETTINGS: tuple[Setting, ...] = (
         "drain-s", SERVER, "number", 30.0,
         "seconds running requests get to finish after SIGTERM", "S", low=0, high=86400,
     ),
+    Setting(
+        "programs", TRANSPORTS, "text", "", "folder of compiled programs to offer (*.graph)", "DIR"
+    ),
+    Setting(
+        "program-functions", TRANSPORTS, "text", "",
+        "Python module whose functions they may call", "MODULE",
+    ),
     Setting("attention", KERNELS, "text", "auto", "attention kernels: auto or a name", "NAME"),
     Setting(
         "activations", KERNELS, "text", "16",

@@ -20,6 +20,7 @@ from spec_serve.lang.parts import (
     user,
 )
 from spec_serve.lang.program import Const, On, Program, Result, parallel, program
+from spec_serve.lang.remote import run_registered
 from spec_serve.lang.state import Branches, State, Value
 from spec_serve.lang.values import ValueParseError
 
@@ -47,6 +48,7 @@ __all__ = [
     "gen",
     "parallel",
     "program",
+    "run_registered",
     "select",
     "system",
     "user",

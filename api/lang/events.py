@@ -46,7 +46,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A variable has its value. key, number: what it is within its run, and the how many-th."""
+    """A variable has its value. many: a list, one for each choice of n.
+
+    key, number: which it is within its run, and the how many-th.
+    """
 
     path: str
     var: str
@@ -54,6 +57,7 @@ class Done:
     meta: Meta
     key: str = ""
     number: int = -1
+    many: bool = False
 
 
 @dataclass(frozen=True, slots=True)

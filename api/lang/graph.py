@@ -29,7 +29,7 @@ from spec_serve.lang.conversation import Question
 from spec_serve.lang.events import Event
 from spec_serve.lang.explain import drawn, explained
 from spec_serve.lang.foresight import questions
-from spec_serve.lang.held import Held, called_functions, decoded, named_types, operated
+from spec_serve.lang.held import Held, arguments, called_functions, decoded, named_types, operated
 from spec_serve.lang.parts import ProgramError
 from spec_serve.lang.program import On, Program, Result, batched, streamed
 from spec_serve.lang.remote import Remote
@@ -140,17 +140,7 @@ class Graph:
         return self.held.cut
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        held = self.held
-        if len(args) > len(held.parameters):
-            raise TypeError(f"{held.name} takes {len(held.parameters)} arguments, not {len(args)}")
-        given = {**held.defaults, **dict(zip(held.parameters, args, strict=False)), **kwargs}
-        for name in held.parameters:
-            if name not in given:
-                raise TypeError(f"{held.name}: the argument {name!r} is missing")
-        unknown = sorted(set(given) - set(held.parameters))
-        if unknown:
-            raise TypeError(f"{held.name}: there is no parameter {unknown[0]!r}")
-        return given
+        return arguments(self.held, args, kwargs)
 
     async def _check(self, backend: Backend) -> None:
         if backend in self._checked:

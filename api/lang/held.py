@@ -5,7 +5,7 @@ No code is in it; functions and classes stand there by name. Knows no server.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -54,6 +54,20 @@ def decoded(data: bytes, place: str) -> Held:
     if held.version != FORMAT:
         raise ProgramError(f"{place}: of another version ({held.version}); compile it anew")
     return held
+
+
+def arguments(held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, defaults included. Raises TypeError as a call would."""
+    if len(args) > len(held.parameters):
+        raise TypeError(f"{held.name} takes {len(held.parameters)} arguments, not {len(args)}")
+    given = {**held.defaults, **dict(zip(held.parameters, args, strict=False)), **kwargs}
+    for name in held.parameters:
+        if name not in given:
+            raise TypeError(f"{held.name}: the argument {name!r} is missing")
+    unknown = sorted(set(given) - set(held.parameters))
+    if unknown:
+        raise TypeError(f"{held.name}: there is no parameter {unknown[0]!r}")
+    return given
 
 
 async def operated(run: Run, held: Held) -> Any:

@@ -125,19 +125,17 @@ class Doing:
         thread.frame[key] = made
         return made
 
-    def _finish(self, held: Variable, value: Any) -> None:
+    def _finish(self, held: Variable, value: Any, many: bool = False) -> None:
         held.number = next(self._numbers)
         held.future.set_result(value)
         held.hush()
-        self.tell(e.Done(held.path, held.name, value, held.meta, held.key, held.number))
+        self.tell(e.Done(held.path, held.name, value, held.meta, held.key, held.number, many))
 
     # -- operations
 
     async def perform(self, thread: Thread, op: Op) -> None:
         """Do it to its end; a call only begins."""
-        self._done += 1
-        if self._done > MOST_DONE:
-            raise ProgramError(f"more than {MOST_DONE} operations in one run")
+        self._count()
         if isinstance(op, Append):
             await self._append(thread, op)
         elif isinstance(op, Cond):
@@ -147,6 +145,7 @@ class Doing:
         elif isinstance(op, Loop):
             async with self._framed(thread, op):
                 for _ in range(op.most):
+                    self._count()
                     await asyncio.sleep(0)  # bodies that wait for nothing let others run, too
                     await self._body(thread, op.body)
                     if op.end and await self.text(Ref(op.end), thread) in op.until:
@@ -156,6 +155,11 @@ class Doing:
             task = asyncio.create_task(self.call(op, self._new(thread, op.key), thread))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
+
+    def _count(self) -> None:
+        self._done += 1
+        if self._done > MOST_DONE:
+            raise ProgramError(f"more than {MOST_DONE} operations in one run")
 
     @asynccontextmanager
     async def _framed(self, thread: Thread, op: Cond | Loop) -> AsyncIterator[None]:
@@ -244,7 +248,8 @@ class Doing:
         variable.meta = meta_of(answer, ids, constraint)
         texts = [choice.text[len(begun) :] for choice in answer.choices]
         values = [read(item.parse, text, self.types) for text in texts]
-        self._finish(variable, values if len(values) > 1 else values[0])
+        many = len(values) > 1
+        self._finish(variable, values if many else values[0], many)
 
     async def _select(self, thread: Thread, item: Select) -> None:
         held, variable = thread.conversation, self._new(thread, item.key)

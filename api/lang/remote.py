@@ -19,10 +19,11 @@ from spec_serve.api import program_wire as w
 from spec_serve.client.answers import ServerError
 from spec_serve.client.programs import ProgramDesk
 from spec_serve.lang import events as e
+from spec_serve.lang.backend import connected
 from spec_serve.lang.calling import called
 from spec_serve.lang.held import Held, filled
 from spec_serve.lang.parts import Call, Gen, Op, Plain, ProgramError, Ref, asked, every
-from spec_serve.lang.program import Result
+from spec_serve.lang.program import On, Result
 from spec_serve.lang.state import State, Value
 from spec_serve.lang.values import read, written
 
@@ -83,10 +84,10 @@ class Remote:
         elif isinstance(message, w.ProgramValue):
             parse = self._parse.get(message.key, "text")
             values = [read(parse, text, self._types) for text in message.texts]
-            value, meta = values if len(values) > 1 else values[0], _meta(message.meta)
-            self._values[message.number] = value, meta
-            told = e.Done(message.path, message.var, value, meta, message.key, message.number)
-            self._tell(told)
+            many, meta, number = len(values) > 1, _meta(message.meta), message.number
+            value = values if many else values[0]
+            self._values[number] = value, meta
+            self._tell(e.Done(message.path, message.var, value, meta, message.key, number, many))
         elif isinstance(message, w.ProgramCall):
             op = self._ops[message.key]
             args = list(map(self._argument, op.args, message.refs))
@@ -127,7 +128,7 @@ class Remote:
         where, _, number = (error.param or "").partition(":")
         if where == IN_CALL and (failed := self._failed.get(int(number))) is not None:
             return failed
-        return ProgramError(str(error)) if where == IN_PROGRAM else error
+        return _meant(error)
 
     def _tell(self, event: e.Event) -> None:
         if self.events is not None:
@@ -186,6 +187,26 @@ class Remote:
         """Of the first state."""
         end = self._end
         return end.text, end.ids, end.messages
+
+
+async def run_registered(program: str, /, *, on: On, **arguments: Any) -> Any:
+    """What a program the server offers returns, as plain data. Raises ServerError, ProgramError."""
+    async with connected(on) as backend:
+        desk = getattr(backend, "programs", None)
+        if not isinstance(desk, ProgramDesk):
+            raise ProgramError("this server runs no programs")
+        given = msgspec.to_builtins(arguments)
+        try:
+            async for message in desk.run(program, arguments=given):
+                if isinstance(message, w.ProgramEnd):
+                    return message.value
+        except ServerError as error:
+            raise _meant(error) from None
+    raise AssertionError("a run ends by its end, or by an error")
+
+
+def _meant(error: ServerError) -> Exception:
+    return ProgramError(str(error)) if error.param == IN_PROGRAM else error
 
 
 def _over() -> ProgramError:
