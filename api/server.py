@@ -136,8 +136,8 @@ class Server:
             self.link.cache_observers.append(self.feed.take)
         self.operations = Operations(self.service, meter, settings.metrics_compat)
         self.service.shelf.window_s = settings.resume_window_s
-        self.service.programs = registered(settings.programs, settings.program_functions)
         self.service.keys = self.keys
+        self.service.programs = registered(settings.programs, settings.program_functions)
         self.app = App(self.service, settings.allow_origins, self.keys, self._routes())
         self.app.add(openapi.routes(self.app.routes))
         self.port = settings.port
