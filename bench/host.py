@@ -14,7 +14,7 @@ from time import perf_counter
 from spec_serve.bench.report import table, write_json
 from spec_serve.cache.batch import build_batch
 from spec_serve.cache.store import KVStore
-from spec_serve.draft.budget import CostCurve
+from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.make import Lookups
 from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.build import Builder

@@ -7,70 +7,13 @@ nodes are always closed under parents). Knows numbers only: no rows, no tensors,
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spec_serve.draft.base import Plan
+from spec_serve.draft.cost import CostCurve
 
 GAIN = 1.04  # a tree must promise this much over plain decoding before it is worth the risk
-
-
-class CostCurve:
-    """Milliseconds of one forward over n nodes, measured at start and corrected while running.
-
-    points: (n, ms) pairs, n ascending; between them the cost is interpolated, beyond the last one
-    extrapolated in proportion.
-    """
-
-    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        assert points and all(a[0] < b[0] for a, b in zip(points, points[1:], strict=False))
-        self._sizes = [n for n, _ in points]
-        self._ms = [ms for _, ms in points]
-        self._table: list[float] = []
-        self._seen = 0
-        self._rebuild()
-
-    def _rebuild(self) -> None:
-        table = [0.0]
-        sizes, ms = self._sizes, self._ms
-        for n in range(1, sizes[-1] + 1):
-            i = bisect_left(sizes, n)
-            if i == 0 or sizes[i] == n:
-                table.append(ms[i])
-            else:
-                share = (n - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-                table.append(ms[i - 1] + share * (ms[i] - ms[i - 1]))
-        self._table = table
-
-    def at(self, n: int) -> float:
-        """Milliseconds for n nodes; 0 for none."""
-        table = self._table
-        return table[n] if n < len(table) else table[-1] * n / (len(table) - 1)
-
-    def observe(self, n: int, ms: float) -> None:
-        """A live forward over n nodes took ms.
-
-        Follows the low end of what is seen: other work on the machine only ever makes a step
-        slower, and a size that happened to meet it must not look dear for long. One timing counts
-        as a factor of two at most.
-        """
-        if n < 1 or n > self._sizes[-1] or ms <= 0:
-            return
-        ratio = min(max(ms / self.at(n), 0.5), 2.0) - 1.0
-        weight = 0.2 if ratio < 0 else 0.04
-        nearest = min(range(len(self._sizes)), key=lambda i: abs(self._sizes[i] - n))
-        for i in range(len(self._ms)):
-            self._ms[i] *= 1.0 + ratio * (weight if i == nearest else weight / 4)
-        self._seen += 1
-        if self._seen % 16 == 0:
-            self._rebuild()
-
-    def rescale(self, ratio: float) -> None:
-        """All sizes cost `ratio` times what was believed; moves a twentieth of the way."""
-        step = 1.0 + (min(max(ratio, 0.5), 2.0) - 1.0) * 0.05
-        self._ms = [ms * step for ms in self._ms]
-        self._table = [ms * step for ms in self._table]
 
 
 class Calibration:
@@ -115,24 +58,65 @@ class Calibration:
 
 
 def best_count(
-    reach: Sequence[float], emitting: int, given: int, cost: CostCurve, overhead_ms: float = 0.0
+    reach: Sequence[float],
+    emitting: int,
+    given: int,
+    cost: CostCurve,
+    context: float = 0.0,
 ) -> int:
     """How many of the candidate nodes to verify.
 
     reach: probability that each candidate lies on the accepted path, descending, over all rows.
-    emitting: rows that emit a token anyway. given: nodes that run in any case. overhead_ms: what a
-    step costs beside the forward. Returns m maximising (emitting + sum reach[:m]) / time; 0 unless
-    the gain over m = 0 is at least GAIN.
+    emitting: rows that emit a token anyway. given: nodes that run in any case. context: cached
+    tokens a row stands on, on average. Returns m maximising (emitting + sum reach[:m]) / time; 0
+    unless the gain over m = 0 is at least GAIN.
     """
-    base = emitting / (overhead_ms + cost.at(given))
+    base = emitting / cost.at(given, context, emitting)
     best, best_rate = 0, base * GAIN
     tokens = float(emitting)
     for m, share in enumerate(reach, start=1):
         tokens += share
-        rate = tokens / (overhead_ms + cost.at(given + m))
+        rate = tokens / cost.at(given + m, context, emitting)
         if rate > best_rate:
             best, best_rate = m, rate
     return best
+
+
+class Purse:
+    """What one row may lose by guessing, in plain steps: nobody bets more than he has.
+
+    A tree's bet is what it costs beyond plain decoding; accepted guesses are won. Every token earns
+    a little, so that a row that only ever loses loses `EARNED` a token and its first stake at most,
+    and tries again from time to time, the more seldom the more a try costs.
+    """
+
+    __slots__ = ("held",)
+
+    EARNED = 0.015
+    STAKE = 1.0
+    MOST = 12.0
+
+    def __init__(self, held: float = STAKE) -> None:
+        self.held = held
+
+    def nodes(self, most: int, given: int, cost: CostCurve, context: float, rows: int) -> int:
+        """The most guesses, up to `most`, that the row can pay if it is wrong about all of them."""
+        plain = cost.at(given, context, rows)
+        limit = plain * (1.0 + self.held / rows)
+        if cost.at(given + most, context, rows) <= limit:
+            return most
+        low, high = 0, most  # low can be paid, high can't
+        while high - low > 1:
+            middle = (low + high) // 2
+            if cost.at(given + middle, context, rows) <= limit:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def settle(self, tokens: int, won: float, bet: float) -> None:
+        """A step of the row gave `tokens` tokens; `won` guesses were right, for a bet of `bet`."""
+        self.held = min(self.held + won - bet + tokens * self.EARNED, self.MOST)
 
 
 @dataclass(slots=True)

@@ -43,12 +43,13 @@ class Candidates:
 
     chance[i]: probability that node i is right given its parent; reach[i]: that it lies on the
     accepted path; kinds[i]: the calibration kind of the source that proposed it first.
-    children: (parent, token) -> node.
+    children: (parent, token) -> node. floor: look-ups' chains end where reach falls below it.
     """
 
-    __slots__ = ("chance", "children", "depths", "kinds", "parents", "reach", "tokens")
+    __slots__ = ("chance", "children", "depths", "floor", "kinds", "parents", "reach", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, floor: float = 0.0) -> None:
+        self.floor = floor
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
@@ -85,6 +86,8 @@ class Candidates:
             chance = calibration.rate(kind, level, probs[level - 1]) * trust
             chance = LIKELY if chance > LIKELY else chance
             at = self.put(at, token, chance, kind)
+            if self.reach[at] < self.floor:
+                break
 
     def add_certain(self, tokens: Sequence[int], kind: str) -> int:
         """Merge a chain that can't be wrong; its last node, -1 if it is empty."""

@@ -8,36 +8,25 @@ committed and the rest goes back. Knows the store and the drafters' numbers; no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from time import perf_counter
 
 from spec_serve.cache.batch import Twig
 from spec_serve.cache.pool import TRASH
 from spec_serve.cache.store import KVStore, RowKV
 from spec_serve.cache.tree import TokenTree
 from spec_serve.draft.base import Drafter, Plan, Source, scratch_slots
-from spec_serve.draft.budget import Calibration, Chooser, CostCurve, best_count
-from spec_serve.draft.mix import Candidates, is_ordered
+from spec_serve.draft.budget import Calibration, Chooser
+from spec_serve.draft.cost import CostCurve
+from spec_serve.draft.mix import Candidates
 from spec_serve.spec.continuations import tree_of
 from spec_serve.spec.request import Mode
 from spec_serve.spec.row import Row
+from spec_serve.spec.stakes import Part, Stakes, mean_context
 from spec_serve.spec.step import DraftRow, Job, Result
 
-CROWD = 4  # rows beyond which look-ups that were of no use are not asked again at once
-REST = 8  # steps they rest
 AHEAD = 8  # slots kept for each running row when another one is admitted
 
 SourceMaker = Callable[[Row], list[Source]]
-
-
-@dataclass(slots=True)
-class _Part:
-    """One row's plan for the step: given nodes, whether they end its tokens, kept candidates."""
-
-    row: Row
-    given: int
-    final: bool
-    candidates: Candidates | None
-    keep: list[int]
 
 
 class Builder:
@@ -70,6 +59,8 @@ class Builder:
         self._retired = retired
         self._name = drafter.name if drafter is not None else ""
         self._chooser = Chooser(cost, draft_cost, self.calibration, self._name, max_nodes)
+        self._stakes = Stakes(cost, max_nodes)
+        self._rows: list[Row] = []  # of the job built last
 
     def grow_always(self, depth: int, width: int) -> None:
         """Have the device drafter grow trees of this shape every step, whether it pays or not."""
@@ -165,6 +156,7 @@ class Builder:
                 part.candidates, part.keep = None, []
             lean = Plan(0, 0, 0)
             job, rows, starved = self._grant(parts, lean)
+        self._rows = rows
         return job, rows, starved
 
     def _plan(self, picked: Sequence[tuple[Row, int]]) -> Plan:
@@ -193,14 +185,16 @@ class Builder:
         lag = len(row.tokens) - row.drafted
         return self._draft_cost.at(lag) + 3 * self._draft_cost.at(1) < 0.25 * self.cost.at(1)
 
-    def _parts(self, picked: Sequence[tuple[Row, int]]) -> list[_Part]:
-        parts: list[_Part] = []
-        auto: list[_Part] = []
+    def _parts(self, picked: Sequence[tuple[Row, int]]) -> list[Part]:
+        parts: list[Part] = []
+        auto: list[Part] = []
         given = emitting = 0
-        crowded = len(picked) > CROWD
+        stakes, crowd = self._stakes, len(picked)
+        context = mean_context(picked)
+        least = stakes.least(crowd, context)
         for row, count in picked:
             final = row.prefix + count == len(row.tokens)
-            part = _Part(row, count, final, None, [])
+            part = Part(row, count, final, None, [])
             parts.append(part)
             given += count
             row.source_of = ()
@@ -216,13 +210,18 @@ class Builder:
                 continue
             if row.emitted == 0 and self._mode(row) == "auto":
                 continue  # guesses would only delay the first token
-            if crowded and row.device_tree is None and row.rest and row.walk is None:
-                row.rest -= 1
+            if (
+                (row.rest or row.purse.held < least)
+                and row.device_tree is None
+                and row.walk is None
+                and self._mode(row) == "auto"
+            ):
+                row.rest = max(row.rest - 1, 0)
                 row.guessed = None
                 continue
             part.candidates, limit = self._candidates(row)
             if part.candidates is None:
-                row.rest = REST if crowded else 0
+                stakes.useless(row, crowd)
                 continue
             if self._mode(row) == "max":
                 part.keep = part.candidates.order()[:limit]
@@ -230,11 +229,12 @@ class Builder:
             else:
                 auto.append(part)
         if auto:
-            self._share_out(auto, emitting, given)
-            if crowded:
-                for part in auto:
-                    if not part.keep:
-                        part.row.rest = REST
+            stakes.share_out(auto, emitting, given, context)
+            for part in auto:
+                if part.keep:
+                    part.row.idle = 0
+                else:
+                    stakes.useless(part.row, crowd)
         return parts
 
     def _candidates(self, row: Row) -> tuple[Candidates | None, int]:
@@ -246,41 +246,13 @@ class Builder:
         depth = min(limit, row.limit - row.emitted - 1)
         if depth <= 0:
             return None, 0
-        found = row.collect(self.calibration, depth, limit, asked.sources, self._name)
+        begun = perf_counter()
+        floor = 0.0 if self._mode(row) == "max" else self.cost.floor
+        found = row.collect(self.calibration, depth, limit, asked.sources, self._name, floor)
+        self._stakes.asked((perf_counter() - begun) * 1e3)
         return found, limit
 
-    def _share_out(self, parts: list[_Part], emitting: int, given: int) -> None:
-        """Give the step's node budget to the candidates most likely to be accepted."""
-        if len(parts) == 1:
-            part = parts[0]
-            candidates = part.candidates
-            assert candidates is not None
-            reach = candidates.reach
-            if is_ordered(reach):
-                order: Sequence[int] = range(len(reach))
-            else:
-                order = candidates.order()
-                reach = [reach[i] for i in order]
-            limit = self._limit(part.row)
-            best = best_count(reach[:limit], emitting, given, self.cost)
-            part.keep = list(order[:best])
-            return
-        pool: list[tuple[float, int, int]] = []
-        for p, part in enumerate(parts):
-            candidates = part.candidates
-            assert candidates is not None
-            order = candidates.order()[: self._limit(part.row)]
-            pool += [(-candidates.reach[i], p, i) for i in order]
-        pool.sort()
-        best = best_count([-entry[0] for entry in pool], emitting, given, self.cost)
-        for _, p, i in pool[:best]:
-            parts[p].keep.append(i)
-
-    def _limit(self, row: Row) -> int:
-        asked = row.request.speculation.max_nodes
-        return self.max_nodes if asked is None else min(self.max_nodes, asked)
-
-    def _grant(self, parts: list[_Part], plan: Plan) -> tuple[Job, list[Row], Row | None]:
+    def _grant(self, parts: list[Part], plan: Plan) -> tuple[Job, list[Row], Row | None]:
         """Slots for every part, and the job made of them."""
         job = Job([], [], [], [], 0, plan=plan)
         rows: list[Row] = []
@@ -341,7 +313,7 @@ class Builder:
                 self._draft_row(job, row, b, granted[total + 1 - held :])
         return job, rows, None
 
-    def _scratch(self, row: Row, part: _Part, plan: Plan) -> int:
+    def _scratch(self, row: Row, part: Part, plan: Plan) -> int:
         """Slots for growing this row's tree; -1 if it takes no part in drafting."""
         if self._drafter is None:
             return -1
@@ -411,17 +383,15 @@ class Builder:
         return counts, names
 
     def observe(self, job: Job, result: Result) -> None:
-        """Correct the cost curves by what the step took (decoding steps only)."""
+        """Correct the cost curves by what the step took, and settle the rows' bets."""
         if job.score_rows or job.prompt_rows or job.continued:
             return
-        nodes = given = 0
-        for twig in job.twigs:
-            if twig.forced:
-                return  # cheaper than its nodes tell, as the head was left out for some
-            nodes += len(twig.tree.tokens)
-            given += twig.tree.given
-        if given == len(job.twigs):
-            self.cost.observe(nodes, result.verify_us / 1e3)
+        if any(twig.tree.given > 1 for twig in job.twigs):
+            return
+        self._stakes.settle(job, self._rows, result)
+        self._observe_draft(job, result)
+
+    def _observe_draft(self, job: Job, result: Result) -> None:
         curve, plan, rows = self._draft_cost, job.plan, len(job.drafting)
         if curve is None or not rows or not plan.nodes:
             return

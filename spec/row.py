@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spec_serve.draft.base import Guess, Source
-from spec_serve.draft.budget import Calibration
+from spec_serve.draft.budget import Calibration, Purse
 from spec_serve.draft.mix import Candidates, Trust
 from spec_serve.spec.admission import EngineInfo, capacity
 from spec_serve.spec.constraint import SOURCE, Walk
@@ -37,9 +37,9 @@ class Row:
 
     __slots__ = (
         "accepted_prediction", "admitted", "arrived", "cached", "candidates",
-        "device_tree", "drafted", "ends", "first_token", "guessed", "index", "kv", "last_token",
-        "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
-        "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
+        "device_tree", "drafted", "ends", "first_token", "guessed", "idle", "index", "kv",
+        "last_token", "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
+        "purse", "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
         "shared", "source_of", "sources", "steps", "told", "tokens", "tree", "trunk", "trust",
         "walk", "watch", "watch_from",
     )  # fmt: skip
@@ -88,7 +88,9 @@ class Row:
         self.trust: dict[str, Trust] = {}
         self.shadow: tuple[Guess, int, float] | None = None
         self.guessed: Guess | None = None
-        self.rest = 0  # steps for which its look-ups are not asked
+        self.purse = Purse()
+        self.idle = 0  # times in a row that its look-ups were asked and nothing was verified
+        self.rest = 0  # steps for which they are not asked
         self.accepted_prediction = 0
         self.rejected_prediction = 0
         self.prompt_scored: list[TokenLogprob] = []
@@ -161,12 +163,14 @@ class Row:
         limit: int,
         allowed: frozenset[str] | None,
         drafter: str,
+        floor: float = 0.0,
     ) -> Candidates | None:
         """Merge what the sources guess now into candidates; None if there is nothing.
 
         drafter: the name of the device drafter, whose tree (if any) came with the last step.
+        floor: chance of being accepted below which a look-up's chain is not followed on.
         """
-        candidates = Candidates()
+        candidates = Candidates(floor)
         trunk: list[int] = []
         if self.walk is not None and (allowed is None or SOURCE in allowed):
             trunk = self.walk.forced_run(depth)

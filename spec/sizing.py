@@ -13,13 +13,25 @@ import torch
 from spec_serve.cache.batch import Twig
 from spec_serve.cache.pool import KVSpec, bytes_per_slot
 from spec_serve.cache.tree import chain
-from spec_serve.draft.budget import CostCurve
+from spec_serve.draft.cost import CostCurve
 from spec_serve.spec.request import Sampling
 from spec_serve.spec.sampling import RowSampling
 from spec_serve.spec.step import Job, TorchDevice
 from spec_serve.target.native import NativeTransformer
 
+CONTEXT = 1024  # slots over which the cost of context is measured
+WIDE = 8  # nodes at which it is measured beside one
 HELD_BACK = 64 << 20  # bytes never given to the K/V store when it is sized by what is free
+
+
+def _timed(device: TorchDevice, n: int, context: int = 0) -> float:
+    """Milliseconds of a step over a chain of n nodes behind `context` cached tokens."""
+    state = RowSampling(Sampling(), 0, device.model.config.vocab, [1], 0, frozenset())
+    slots = range(context + 1, context + n + 1)
+    job = Job([Twig(0, context, chain([1] * n, given=1), slots, 0)], [state], [0], [-1], n - 1)
+    begun = perf_counter()
+    device.step(job)
+    return (perf_counter() - begun) * 1e3
 
 
 def quickest(device: TorchDevice, n: int, most: int = 6, seconds: float = 0.3) -> float:
@@ -27,24 +39,44 @@ def quickest(device: TorchDevice, n: int, most: int = 6, seconds: float = 0.3) -
 
     The quickest, because other work on the machine only ever makes a step slower.
     """
-    state = RowSampling(Sampling(), 0, device.model.config.vocab, [1], 0, frozenset())
-    twig = Twig(0, 0, chain([1] * n, given=1), range(1, n + 1), 0)
-    job = Job([twig], [state], [0], [-1], n - 1)
-    device.step(job)
+    _timed(device, n)
     times: list[float] = []
-    while len(times) < 2 or (len(times) < most and sum(times) < seconds):
-        begun = perf_counter()
-        device.step(job)
-        times.append(perf_counter() - begun)
-    return min(times) * 1e3
+    while len(times) < 2 or (len(times) < most and sum(times) < seconds * 1e3):
+        times.append(_timed(device, n))
+    return min(times)
 
 
-def measure(device: TorchDevice, sizes: list[int]) -> CostCurve:
-    """The cost of a step over n nodes, for each n of `sizes` (ascending)."""
-    points: list[tuple[int, float]] = []
-    for n in sizes:
-        points.append((n, max(quickest(device, n), points[-1][1] if points else 0.0)))
-    return CostCurve(points)
+def measure(device: TorchDevice, sizes: list[int], seconds: float = 1.5) -> CostCurve:
+    """The cost of a step over n nodes, for each n of `sizes` (ascending), and of their context.
+
+    All sizes take turns, so that other work on the machine makes none of them look dear against
+    the others; the quickest of each counts. Takes `seconds`, or three rounds if they take longer.
+    """
+    table = device.pool.table
+    length = min(CONTEXT, device.pool.slots, table.shape[1] - 1) - WIDE
+    asked = [(n, 0) for n in sizes]
+    if length >= CONTEXT // 8:
+        asked += [(1, length), (WIDE, length)] + ([] if WIDE in sizes else [(WIDE, 0)])
+        before = table[0].clone()
+        table[0, :length] = torch.arange(1, length + 1, device=table.device)
+    times: dict[tuple[int, int], list[float]] = {key: [] for key in asked}
+    for key in asked:
+        _timed(device, *key)  # what is made at the first step of a size
+    begun = perf_counter()
+    rounds = 0
+    while rounds < 2 or (rounds < 8 and perf_counter() - begun < seconds):
+        for key, taken in times.items():
+            taken.append(_timed(device, *key))
+        rounds += 1
+    least = {key: min(taken) for key, taken in times.items()}
+    points = [(n, least[n, 0]) for n in sizes]
+    if length < CONTEXT // 8:
+        return CostCurve(points)
+    table[0] = before
+    one = max(least[1, length] - least[1, 0], 0.0) / length
+    wide = max(least[WIDE, length] - least[WIDE, 0], one * length) / length
+    per_node = (wide - one) / (WIDE - 1)
+    return CostCurve(points, max(one - per_node, 0.0), per_node)
 
 
 def pick_threads(device: TorchDevice) -> int:

@@ -17,7 +17,7 @@ from spec_serve.cache.batch import TreeBatch, Twig, build_batch
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import chain
 from spec_serve.draft.base import Drafter
-from spec_serve.draft.budget import CostCurve
+from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.standalone import StandaloneDrafter
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.spec.assemble import EngineOptions, assemble

@@ -1,0 +1,118 @@
+"""What a forward costs: milliseconds by nodes and context, measured at start and followed live.
+
+Decisions rest on ratios (eight nodes against one), so timings must not bend them: when another
+program slows the machine, all sizes become dearer together. A Kalman filter in logarithms keeps
+the two apart: the machine's speed moves quickly; the errors of the sizes' measurements, a random
+walk over the logarithm of the size, are learnt slowly, and neighbours learn from each other. Knows
+numbers only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import exp, log, log2, sqrt
+
+_JITTER = 0.15**2  # variance of the logarithm of one timing
+_DRIFT = 0.03**2  # of the machine's speed from one timing to the next
+_START = 0.2**2  # of its speed at first
+_DOUBT = 0.15**2  # of a size's measured cost against that of half as many nodes
+_RECALL = 0.02  # share of the errors that is forgotten every `_EVERY` timings, as doubt returns
+_EVERY = 64
+_CLIP = 2.0  # standard deviations one timing counts as at most
+
+
+class CostCurve:
+    """Milliseconds of one forward over n nodes that look back on some context.
+
+    points: (n, ms) pairs at no context, n ascending; between them the cost is interpolated, beyond
+    the last one extrapolated in proportion. per_row, per_node: milliseconds that every cached token
+    a row stands on costs once, and once more for each of its nodes.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[tuple[int, float]],
+        per_row: float = 0.0,
+        per_node: float = 0.0,
+    ) -> None:
+        assert points and all(a[0] < b[0] for a, b in zip(points, points[1:], strict=False))
+        self._sizes = [n for n, _ in points]
+        self._ms = [ms for _, ms in points]
+        self.per_row, self.per_node = per_row, per_node
+        # The logarithms of the machine's slowness now and of each size's error, and what is not
+        # known of them. The smallest size is the measure of the speed: it has no error of its own.
+        self._state = [0.0] * (len(points) + 1)
+        walk = [log2(n / points[0][0]) for n, _ in points]
+        self._prior = [[_DOUBT * min(a, b) for b in [0.0, *walk]] for a in [0.0, *walk]]
+        self._doubt = [list(line) for line in self._prior]
+        self._doubt[0][0] = _START
+        self._pace = 1.0
+        self._seen = 0
+        self._table: list[float] = []
+        self._places: list[tuple[int, float]] = []  # per n: the point below, share of the next
+        for n in range(1, self._sizes[-1] + 1):
+            low = max(bisect_right(self._sizes, n) - 1, 0)
+            below, above = self._sizes[low], self._sizes[min(low + 1, len(points) - 1)]
+            self._places.append((low, max(n - below, 0) / max(above - below, 1)))
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """The cost of each n at the measured speed; more nodes never cost less."""
+        ms = [ms * exp(error) for ms, error in zip(self._ms, self._state[1:], strict=True)]
+        ms = [*accumulate(ms, max)]
+        steps = [*(b - a for a, b in pairwise(ms)), 0.0]
+        self._table = [0.0, *(ms[low] + share * steps[low] for low, share in self._places)]
+        added = [
+            (b - ms[0]) / (n - self._sizes[0]) for n, b in zip(self._sizes[1:], ms[1:], strict=True)
+        ]
+        # Half of the least that a node adds on average: no node likelier than that is cut off.
+        self.floor = 0.5 * min(added, default=0.0) / ms[0]
+
+    def at(self, n: int, context: float = 0.0, rows: int = 1) -> float:
+        """Milliseconds for n nodes of `rows` rows with `context` cached tokens each; 0 for none."""
+        if n < 1:
+            return 0.0
+        table = self._table
+        ms = table[n] if n < len(table) else table[-1] * n / (len(table) - 1)
+        return (ms + context * (self.per_row * rows + self.per_node * n)) * self._pace
+
+    def observe(self, n: int, ms: float, context: float = 0.0, rows: int = 1) -> None:
+        """A live forward took ms."""
+        if n < 1 or n > self._sizes[-1] or ms <= 0:
+            return
+        low, share = self._places[n - 1]
+        state, doubt = self._state, self._doubt
+        doubt[0][0] += _DRIFT
+        # What the timing measures: the speed, and the errors of the sizes it lies between.
+        i, j, rest = low + 1, min(low + 2, len(state) - 1), 1.0 - share
+        seen = [line[0] + rest * line[i] + share * line[j] for line in doubt]
+        variance = seen[0] + rest * seen[i] + share * seen[j] + _JITTER
+        most = _CLIP * sqrt(variance)
+        off = min(max(log(ms / self.at(n, context, rows)), -most), most)
+        for k, known in enumerate(seen):
+            if known:
+                gain = known / variance
+                state[k] += gain * off
+                doubt[k] = [d - gain * s for d, s in zip(doubt[k], seen, strict=True)]
+        self._pace = exp(state[0])
+        self._seen += 1
+        if self._seen % _EVERY == 0:
+            self._forget()
+        if low or share or self._seen % _EVERY == 0:
+            self._rebuild()
+
+    def _forget(self) -> None:
+        """Machines change: go a little of the way back to what was measured at start."""
+        for k in range(1, len(self._state)):
+            self._state[k] *= 1.0 - _RECALL
+            self._doubt[k] = [
+                known + _RECALL * (prior - known)
+                for known, prior in zip(self._doubt[k], self._prior[k], strict=True)
+            ]
+
+    def rescale(self, ratio: float) -> None:
+        """All sizes cost `ratio` times what was believed; moves a twentieth of the way."""
+        self._state[0] += log(1.0 + (min(max(ratio, 0.5), 2.0) - 1.0) * 0.05)
+        self._pace = exp(self._state[0])

@@ -1,0 +1,125 @@
+"""Which guesses a step verifies: the node budget shared out to rows, and what they won or lost.
+
+Rows bet plain steps out of a purse each (draft/budget.py); after a step its measured time settles
+the bets. Look-ups that are asked in vain rest a little, where asking takes a share of a step that
+shows. Knows rows and costs; nothing of slots or of how guesses come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spec_serve.draft.budget import best_count
+from spec_serve.draft.cost import CostCurve
+from spec_serve.draft.mix import Candidates, is_ordered
+from spec_serve.spec.row import Row
+from spec_serve.spec.step import Job, Result
+
+CROWD = 4  # rows beyond which look-ups that were of no use are not asked again at once
+REST = 8  # steps they rest
+ASKING = 0.005  # share of a step that asking look-ups in vain may take
+SURPRISE = 2.0  # how far from what was expected a step's time counts against a row
+
+
+@dataclass(slots=True)
+class Part:
+    """One row's plan for the step: given nodes, whether they end its tokens, kept candidates."""
+
+    row: Row
+    given: int
+    final: bool
+    candidates: Candidates | None
+    keep: list[int]
+
+
+class Stakes:
+    """Shares out guesses. most: nodes per row and step at most."""
+
+    def __init__(self, cost: CostCurve, most: int) -> None:
+        self.cost = cost
+        self._most = most
+        self._asking_ms = 0.0  # what asking one row's look-ups takes, lately
+
+    def least(self, rows: int, context: float) -> float:
+        """What the smallest tree costs, in plain steps of one row."""
+        plain = self.cost.at(rows, context, rows)
+        return rows * (self.cost.at(rows + 1, context, rows) / plain - 1.0)
+
+    def asked(self, ms: float) -> None:
+        """Asking a row's look-ups took so long."""
+        before = self._asking_ms or ms
+        self._asking_ms = before + 0.05 * (min(ms, 2 * before) - before)
+
+    def useless(self, row: Row, rows: int) -> None:
+        """A row's look-ups were asked, and nothing is verified: let them rest, if asking shows."""
+        row.idle += 1
+        if rows > CROWD:
+            row.rest = REST
+            return
+        worth = self._asking_ms / (ASKING * self.cost.at(1, len(row.tokens)))
+        row.rest = min(row.idle // 4, int(worth), REST // 2)
+
+    def share_out(self, parts: list[Part], emitting: int, given: int, context: float) -> None:
+        """Give the step's node budget to the candidates most likely to be accepted.
+
+        emitting: rows that emit a token; given: nodes that run in any case; context: cached tokens
+        that a row stands on, on average.
+        """
+        cost = self.cost
+        if len(parts) == 1:
+            part = parts[0]
+            candidates = part.candidates
+            assert candidates is not None
+            reach = candidates.reach
+            if is_ordered(reach):
+                order: Sequence[int] = range(len(reach))
+            else:
+                order = candidates.order()
+                reach = [reach[i] for i in order]
+            limit = self._limit(part, emitting, given, context)
+            best = best_count(reach[:limit], emitting, given, cost, context)
+            part.keep = list(order[:best])
+            return
+        pool: list[tuple[float, int, int]] = []
+        for p, part in enumerate(parts):
+            candidates = part.candidates
+            assert candidates is not None
+            order = candidates.order()[: self._limit(part, emitting, given, context)]
+            pool += [(-candidates.reach[i], p, i) for i in order]
+        pool.sort()
+        best = best_count([-entry[0] for entry in pool], emitting, given, cost, context)
+        for _, p, i in pool[:best]:
+            parts[p].keep.append(i)
+
+    def _limit(self, part: Part, emitting: int, given: int, context: float) -> int:
+        """The most nodes a row may have: what was asked for, and what it can pay if all fail."""
+        asked = part.row.request.speculation.max_nodes
+        most = self._most if asked is None else min(self._most, asked)
+        assert part.candidates is not None
+        certain = sum(reach >= 1.0 for reach in part.candidates.reach)
+        paid = part.row.purse.nodes(most, given, self.cost, context, emitting)
+        return min(most, certain + paid)
+
+    def settle(self, job: Job, rows: Sequence[Row], result: Result) -> None:
+        """A decoding step is over: correct the costs, and pay the rows of the job what they won."""
+        nodes = cached = 0
+        for twig in job.twigs:
+            nodes += len(twig.tree.tokens)
+            cached += twig.prefix
+        count = len(job.twigs)
+        context = cached / count
+        expected = self.cost.at(nodes, context, count)
+        plain = self.cost.at(count, context, count)
+        ms = result.verify_us / 1e3
+        self.cost.observe(nodes, ms, context, count)
+        ms = min(max(ms, expected / SURPRISE), expected * SURPRISE)
+        each = count * max(ms / plain - 1.0, 0.0) / max(nodes - count, 1)
+        for row, twig, path in zip(rows, job.twigs, result.paths, strict=True):
+            bet = each * (len(twig.tree.tokens) - 1)
+            row.purse.settle(1 + len(path), len(path), bet)
+
+
+def mean_context(picked: Sequence[tuple[Row, int]]) -> float:
+    """Cached tokens that a row of the step stands on, on average."""
+    return sum(row.prefix for row, _ in picked) / max(len(picked), 1)
