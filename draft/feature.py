@@ -24,19 +24,22 @@ PAIRED_FROM = 1
 """First position with a pair; what lies before it is never looked at."""
 
 
-def paired(seen: Seen) -> Seen:
-    """`seen` without nodes of position 0, which no feature comes before.
+def paired(seen: Seen, first: int = PAIRED_FROM) -> Seen:
+    """`seen` without nodes of positions before `first`, which have no pair.
 
-    Looks at the batch on the host only if a row begins in it.
+    A row's newest token stays in any case. With `first` = 1 the batch is looked at on the host only
+    if a row begins in it.
     """
-    if not seen.begins:
+    if first == PAIRED_FROM and not seen.begins:
         return seen
     batch = seen.batch
-    keep = batch.positions >= PAIRED_FROM
+    keep = batch.positions >= first
+    keep[seen.last] = True
+    if bool(keep.all()):
+        return seen
     count = keep.long()
     before = count.cumsum(0) - count  # [N] new number of each node
-    first = torch.cat((before, count.sum().view(1)))
-    node_ptr = first[batch.node_ptr]
+    node_ptr = torch.cat((before, count.sum().view(1)))[batch.node_ptr]
     cut = replace(
         batch,
         tokens=batch.tokens[keep],
@@ -51,7 +54,7 @@ def paired(seen: Seen) -> Seen:
         node_ptr=node_ptr,
         twig_ptr=node_ptr,
         twig_slots=batch.slots[keep],
-        prefix=batch.prefix.clamp_min(PAIRED_FROM),
+        prefix=batch.prefix.clamp_min(first),
     )
     taps = None if seen.taps is None else seen.taps[keep]
     return replace(seen, batch=cut, last=before[seen.last], taps=taps, begins=False)

@@ -21,6 +21,7 @@ from spec_serve.draft.eagle3 import is_eagle3, read_eagle3
 from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.draft.head import FeatureHead, TargetParts
 from spec_serve.draft.head_file import HeadFile
+from spec_serve.draft.modules import ModulesDrafter
 from spec_serve.draft.native_head import load_native_head, unfit_head
 from spec_serve.draft.nextn import is_nextn, read_nextn
 from spec_serve.draft.pairing import check_embedding, check_vocabulary
@@ -114,8 +115,12 @@ def _dflash(weights: Weights, pairing: Pairing) -> Made:
 
 def prepare_nextn(weights: Weights, pairing: Pairing) -> Made:
     """NEXTN modules, which may lie in the target's own checkpoint; HeadError if there are none."""
-    (file,) = read_nextn(weights, pairing.config)
-    return _feature(file, pairing)
+    files = read_nextn(weights, pairing.config)
+    if len(files) == 1:
+        return _feature(files[0], pairing)
+    for file in files:
+        check_vocabulary(file.config.block.vocab, pairing.config, pairing.real)
+    return lambda: ModulesDrafter([_loaded(file, pairing) for file in files], pairing.attention)
 
 
 FORMATS: tuple[Format, ...] = (

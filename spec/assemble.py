@@ -20,6 +20,7 @@ from spec_serve.spec.admission import EngineInfo, Limits
 from spec_serve.spec.build import Builder
 from spec_serve.spec.compiler import compiler_of
 from spec_serve.spec.constraint import SOURCE
+from spec_serve.spec.draft_cost import drafter_points
 from spec_serve.spec.engine import Engine
 from spec_serve.spec.grammar import Spelling
 from spec_serve.spec.request import Mode
@@ -103,12 +104,13 @@ def assemble(
     vocabulary = min(vocab_size or target.config.vocab, target.config.vocab)
     runner = TorchDevice(target, pool, attention, drafter, vocabulary)
     sizes = [n for n in SIZES if n == 1 or n < min(slots, context)]
+    timed = cost is None
     if cost is None:
         pick_threads(runner)
         cost = measure(runner, sizes)
     draft_cost = None
     if drafter is not None:
-        draft_cost = _draft_cost(drafter, pool, len(target.kv_specs), attention, cost)
+        draft_cost = _draft_cost(drafter, pool, target, attention, cost, timed)
     lookups = Lookups(store) if lookup else None
 
     def sources(row: Row) -> list[Source]:
@@ -171,14 +173,17 @@ def _forget(salt: str, tokens: object) -> None:
 
 
 def _draft_cost(
-    drafter: Drafter, pool: KVPool, first: int, attention: AttentionBackend, cost: CostCurve
-) -> CostCurve:
-    """What the drafter's forwards cost; its layers in the pool begin at `first`."""
+    drafter: Drafter, pool: KVPool, target: Model, attention: AttentionBackend, cost: CostCurve,
+    timed: bool,
+) -> CostCurve:  # fmt: skip
+    """What the drafter's forwards cost; timed: heads are timed, otherwise believed."""
+    sizes = [n for n in SIZES if n <= min(16, pool.slots)]
     if isinstance(drafter, StandaloneDrafter):
-        device = TorchDevice(drafter.model, _borrowed(pool, first), attention)
-        return measure(device, [n for n in SIZES if n <= min(16, pool.slots)])
-    # A drafter of unknown make: believed to cost a tenth of the target until it has run.
-    return CostCurve([(n, cost.at(n) / 10) for n in SIZES])
+        own = _borrowed(pool, len(target.kv_specs))
+        return measure(TorchDevice(drafter.model, own, attention), sizes)
+    points = drafter_points(drafter, pool, target.config.hidden, sizes) if timed else []
+    # Untimed it is believed to cost a tenth of the target until it has run.
+    return CostCurve(points or [(n, cost.at(n) / 10) for n in SIZES])
 
 
 def _borrowed(pool: KVPool, first: int) -> KVPool:

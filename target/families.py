@@ -95,6 +95,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("llama", ("LlamaForCausalLM",), ("llama",), _llama),
     Family("mistral", ("MistralForCausalLM",), ("mistral",), _mistral),
     Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), _qwen2),
+    # Qwen2's block; what follows its layers in a checkpoint are NEXTN modules (draft/nextn.py).
+    Family("mimo", ("MiMoForCausalLM",), ("mimo",), _qwen2),
     Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), _qwen3),
     Family(
         "gemma3",
