@@ -8,7 +8,7 @@ nothing of how a drafter is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,13 +68,18 @@ class Format:
 
 def _loaded(file: HeadFile, pairing: Pairing) -> FeatureHead:
     parts = pairing.parts(not file.has("lm_head.weight"))
-    _check_own_embedding(file, parts, pairing)
-    return FeatureHead(file, parts, pairing.dtype, pairing.device)
+    return FeatureHead(_borrowing(file, parts, pairing), parts, pairing.dtype, pairing.device)
 
 
-def _check_own_embedding(file: HeadFile, parts: TargetParts, pairing: Pairing) -> None:
-    if file.has("embed_tokens.weight"):
-        check_embedding(file.tensor("embed_tokens.weight", pairing.dtype), parts.embedding)
+def _borrowing(file: HeadFile, parts: TargetParts, pairing: Pairing) -> HeadFile:
+    """The file without an embedding that is only a copy of the target's."""
+    role = "embed_tokens.weight"
+    if not file.has(role):
+        return file
+    if not check_embedding(file.tensor(role, pairing.dtype), parts.embedding):
+        return file
+    names = {kept: name for kept, name in file.names.items() if kept != role}
+    return replace(file, names=names)
 
 
 def _feature(file: HeadFile, pairing: Pairing) -> Made:
@@ -83,9 +88,10 @@ def _feature(file: HeadFile, pairing: Pairing) -> Made:
     def made() -> Drafter:
         target = pairing.target()
         if isinstance(target, NativeTransformer) and not unfit_head(file, target):
+            lean = file
             if file.has("embed_tokens.weight"):
-                _check_own_embedding(file, pairing.parts(False), pairing)
-            return load_native_head(file, target)
+                lean = _borrowing(file, pairing.parts(False), pairing)
+            return load_native_head(lean, target)
         kind = FeatureDrafter if file.config.mask_token is None else ParallelDrafter
         return kind(_loaded(file, pairing), pairing.attention)
 
@@ -106,10 +112,10 @@ def _dflash(weights: Weights, pairing: Pairing) -> Made:
 
     def made() -> Drafter:
         parts = pairing.parts(not file.has("lm_head.weight"))
-        _check_own_embedding(file, parts, pairing)
-        return BlockDrafter(BlockHead(file, parts, pairing.dtype, pairing.device), attention)
+        lean = _borrowing(file, parts, pairing)
+        head = BlockHead(lean, parts, pairing.dtype, pairing.device)
+        return BlockDrafter(head, pairing.attention)
 
-    attention = pairing.attention
     return made
 
 

@@ -65,17 +65,16 @@ HEADS: tuple[ShippedHead, ...] = (
 )
 
 
+def installed() -> list[ShippedHead]:
+    """The heads that are there."""
+    return [head for head in HEADS if (head.path / "config.json").is_file()]
+
+
 def find_head(name: str) -> Path | None:
     """The directory of a head of that short name, if there is one installed."""
-    for head in HEADS:
-        if head.name == name.lower() and (head.path / "config.json").is_file():
-            return head.path
-    return None
+    return next((head.path for head in installed() if head.name == name.lower()), None)
 
 
 def head_for(weights: Weights) -> ShippedHead | None:
     """The installed head made for the target in `weights`, or None."""
-    for head in HEADS:
-        if (head.path / "config.json").is_file() and head.target.fits(weights):
-            return head
-    return None
+    return next((head for head in installed() if head.target.fits(weights)), None)

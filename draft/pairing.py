@@ -51,13 +51,17 @@ def likeness(own: Tensor, target: Tensor) -> float:
     return float(F.cosine_similarity(a[alive], b[alive], dim=-1).mean())
 
 
-def check_embedding(own: Tensor, target: Tensor) -> None:
-    """Raise HeadError if a head's embedding of the target's width was made for another model."""
+def check_embedding(own: Tensor, target: Tensor) -> bool:
+    """True if a head's embedding is the target's, so that the target's will do.
+
+    Raises HeadError if it has the target's width and was made for another model.
+    """
     if own.shape[1] != target.shape[1]:
-        return
+        return False
     found = likeness(own, target)
     if found < UNRELATED:
         raise HeadError(
             f"embed_tokens.weight: the head's embedding has nothing in common with the target's"
             f" (mean cosine {found:.2f}); it was made for another model"
         )
+    return found >= SAME and own.shape[0] <= target.shape[0]

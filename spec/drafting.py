@@ -17,7 +17,7 @@ import torch
 from spec_serve.draft.base import Drafter
 from spec_serve.draft.formats import Made, Pairing, open_draft, prepare_nextn, recognise
 from spec_serve.draft.head import TargetParts
-from spec_serve.draft.heads import find_head
+from spec_serve.draft.heads import find_head, head_for, installed
 from spec_serve.draft.make import DraftChoice, parse_taps
 from spec_serve.draft.standalone import StandaloneDrafter, common_vocabulary, real_vocabulary
 from spec_serve.kernels.base import AttentionBackend, pick_backend
@@ -73,8 +73,22 @@ class DraftLoader:
                 self._opened.close()
                 self._vocabulary = common_vocabulary(tokenizer, load_tokenizer(found))
                 self._model_path = found
+        else:
+            self._hint()
         if self._head is None and options.draft_taps:
             raise ValueError("draft-taps: the draft is no head that reads the target's layers")
+
+    def _hint(self) -> None:
+        """Say so if there is a head for this target that was not asked for."""
+        if not installed():
+            return
+        checkpoint = open_checkpoint(self._path)
+        try:
+            head = head_for(checkpoint)
+        finally:
+            checkpoint.close()
+        if head is not None:
+            log.info("draft: a head for this model is installed: --draft lookup+%s", head.name)
 
     def _pairing(self) -> Pairing:
         checkpoint = open_checkpoint(self._path)

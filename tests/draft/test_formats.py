@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spec_serve.draft import heads
 from spec_serve.draft.base import Drafter
 from spec_serve.draft.eagle3 import read_eagle3
 from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.draft.formats import Pairing, open_draft, prepare_nextn, recognise
 from spec_serve.draft.head import TargetParts
 from spec_serve.draft.head_file import HeadError
-from spec_serve.draft.heads import find_head
 from spec_serve.draft.make import DraftChoice, parse_draft, parse_taps
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.target.convert import convert_to_safetensors
@@ -135,6 +135,8 @@ def test_layouts_of_eagle3(name: str, target: Transformer, tmp_path: Path) -> No
     change, config = LAYOUTS[name]
     drafter = loaded(written(tmp_path, change(head3()), **config), target)
     assert drafter.name == "eagle3" and drafter.taps == (2, 4, 5)
+    assert isinstance(drafter, FeatureDrafter)
+    assert drafter.head._embedding is target.embedding, "a copy is not kept"
     assert guesses(drafter) == CHAIN
 
 
@@ -293,4 +295,24 @@ def test_the_text_of_draft() -> None:
     assert parse_taps("") is None and parse_taps("2,15,27") == (2, 15, 27)
     with pytest.raises(ValueError, match="draft-taps"):
         parse_taps("2,x")
-    assert find_head("no-such-head") is None
+
+
+def test_a_head_in_the_package_is_found_by_name_and_by_its_target(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(heads, "FOLDER", tmp_path)
+    (shipped,) = heads.HEADS
+    assert heads.find_head(shipped.name) is None and heads.find_head("no-such-head") is None
+    shipped.path.mkdir()
+    (shipped.path / "config.json").write_text("{}")
+    assert heads.find_head(shipped.name.upper()) == tmp_path / "smollm2-135m-instruct"
+    config = {
+        **CONFIG, "num_hidden_layers": 30, "hidden_size": 576, "vocab_size": 49152,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    }  # fmt: skip
+    norm = torch.ones(576)
+    assert heads.head_for(checkpoint(config, {"model.norm.weight": norm})) is None
+    norm[: len(shipped.target.norm)] = torch.tensor(shipped.target.norm)
+    assert heads.head_for(checkpoint(config, {"model.norm.weight": norm})) is shipped
+    config["num_hidden_layers"] = 32
+    assert heads.head_for(checkpoint(config, {"model.norm.weight": norm})) is None

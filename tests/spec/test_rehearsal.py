@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spec_serve.draft.base import Noise, Plan, Seen, Trees
 from spec_serve.draft.feature import FeatureDrafter
+from spec_serve.draft.head_file import HeadError
 from spec_serve.spec.assemble import EngineOptions
 from spec_serve.spec.load import build_engine
 from spec_serve.spec.rehearsal import Rehearsal, rehearse
-from spec_serve.spec.request import Request, Sampling, Stopping
+from spec_serve.spec.request import Request, Sampling, Speculation, Stopping
 from tests.draft.algebraic import EYE, NONE, PROMPT, eagle, eagle3, target
-from tests.draft.heads import CONFIG, H, eagle3_shapes, fill
+from tests.draft.heads import CONFIG, H, eagle3_shapes, fill, nextn_shapes
 from tests.tiny import VOCAB, write_tiny_model_dir
 
 OPTIONS = EngineOptions("tiny")
@@ -83,3 +85,22 @@ def test_an_engine_tries_the_head_it_loads(
     assert len(done.tokens) == 5
     with pytest.raises(ValueError, match="draft-taps"):
         build_engine(EngineOptions(str(model), str(model), draft_taps="1,2,3"))
+
+
+def test_nextn_is_found_in_the_targets_own_checkpoint(tmp_path: Path) -> None:
+    model = write_tiny_model_dir(tmp_path / "model", "qwen2", architectures=["MiMoForCausalLM"])
+    options = EngineOptions(str(model), "nextn", kv_tokens=512, max_rows=2, max_nodes=4)
+    with pytest.raises(HeadError, match="holds no NEXTN"):
+        build_engine(options)
+    file = model / "model.safetensors"
+    own = {name: shape for name, shape in nextn_shapes("mimo").items() if "mtp_layers" in name}
+    save_file({**load_file(file), **fill(own, 5)}, file)
+    asked = Request("a", list(range(9)), Sampling(), Stopping(max_tokens=6), Speculation("max"))
+    threads = torch.get_num_threads()
+    said = []
+    for draft in ("nextn", "none"):
+        engine, _ = build_engine(replace(options, draft=draft))
+        said.append(engine.generate([asked])[0].tokens)
+        assert (engine.stats().drafted > 0) == (draft == "nextn")
+    torch.set_num_threads(threads)
+    assert said[0] == said[1] and len(said[0]) == 6
