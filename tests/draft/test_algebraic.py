@@ -16,6 +16,8 @@ from torch import Tensor
 from spec_serve.draft.base import Drafter
 from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.spec.completion import Completion
+from spec_serve.spec.request import Sampling
+from spec_serve.spec.sampling import RowNoise, RowSampling
 from tests.draft.algebraic import EYE, NONE, PROMPT, V, eagle, eagle3, nextn, successor, target
 from tests.engines import engine, request, run
 
@@ -70,3 +72,31 @@ def test_eagle3_stops_where_its_vocabulary_ends() -> None:
         if step.drafted == DEPTH:
             left = 7 - (place - step.accepted - 1)  # guesses until the missing one
             assert step.accepted == (left if 0 <= left < DEPTH else DEPTH)
+
+
+def test_guesses_are_drawn_with_the_targets_own_noise() -> None:
+    # At this temperature pi(x) is drawn after x about every other time.
+    on = engine("none", model=target(), draft=eagle(EYE, NONE), depth=DEPTH)
+    (done,) = run(on, request(PROMPT, 30, temperature=16.0, seed=3))
+    following = [int(successor()[token]) for token in (PROMPT[-1], *done.tokens[:-1])]
+    assert 5 < sum(a == b for a, b in zip(done.tokens, following, strict=True)) < 25
+    assert all(step.accepted == step.drafted for step in done.steps[:-1])
+    plain = engine("none", model=target())
+    asked = request(PROMPT, 30, temperature=16.0, seed=3)
+    assert run(plain, asked)[0].tokens == done.tokens
+
+
+def test_a_reduced_vocabulary_keeps_each_tokens_noise() -> None:
+    rows = [
+        RowSampling(Sampling(temperature=t, seed=9), 5, V, [1], 0, frozenset()) for t in (0.0, 0.8)
+    ]
+    noise = RowNoise(rows, "cpu")
+    logits = torch.randn(2, V, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([0, 3, 4, 19, 47])
+    at, places = torch.tensor([0, 1]), torch.tensor([8, 11])
+    whole = noise.add(logits, at, places)
+    assert not torch.equal(whole[1], logits[1])
+    few = noise.add(logits[:, ids], at, places, ids)
+    assert torch.equal(few[0], logits[0, ids])
+    # Each is relative to its row's own maximum.
+    torch.testing.assert_close(few - few[:, :1], whole[:, ids] - whole[:, :1])
