@@ -27,6 +27,10 @@ class Child(Protocol):
 
     channel: Channel
 
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
     def ended(self, within_s: float) -> str:
         """Wait for its end, bring it about if it does not come; how it ended."""
         ...
@@ -52,6 +56,10 @@ class ChildProcess:
             )
         self.pid = self._process.pid
         self.channel = Channel(ours)
+
+    def kill(self) -> None:
+        """See Child."""
+        self._process.kill()
 
     def ended(self, within_s: float) -> str:
         """See Child."""

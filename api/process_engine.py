@@ -34,6 +34,7 @@ log = logging.getLogger("spec_serve.engine_process")
 
 STATS_S = 0.02  # how old the counters of a busy engine may be, seconds
 TICK_S = 0.2  # the same while a step goes on without events, as in a long prefill
+BEAT_S = 0.5  # between signs of life of an engine with nothing to do
 
 Tell = Callable[[str, float], None]
 Opened = tuple[Runs, TokenTable]
@@ -50,6 +51,7 @@ class Worker:
         self._open: dict[str, tuple[int, set[int]]] = {}  # id -> number, choices not over
         self._ids: dict[int, str] = {}
         self._lock = threading.Lock()  # around both
+        self._ready = False  # and told so
         self._seen = 0
         self._told = 0.0
 
@@ -71,6 +73,7 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._send(p.Ready(engine.info, engine.limits))
+        self._ready = True
         try:
             engine.run(self._publish)
         except Exception:
@@ -91,11 +94,10 @@ class Worker:
 
     def _read(self) -> None:
         while True:
-            busy = self.engine is not None and bool(self._ids)
             try:
-                payload = self._channel.receive(TICK_S if busy else None)
+                payload = self._channel.receive(TICK_S if self._ids else BEAT_S)
             except TimeoutError:
-                if monotonic() - self._told >= TICK_S:
+                if self._ready and monotonic() - self._told >= TICK_S:
                     self._tell([], True)
                 continue
             if payload is None:

@@ -2,7 +2,7 @@
 
 A killed engine costs the requests it served, nothing else: they end with an error that may be tried
 again, the process is started anew, and meanwhile the link is not alive. After MOST_DEATHS within
-WITHIN_S it stays dead. Knows neither text nor transports.
+WITHIN_S it stays dead. One that hangs is killed. Knows neither text nor transports.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ log = logging.getLogger("spec_serve.link")
 MOST_DEATHS, WITHIN_S = 5, 300.0
 FIRST_PAUSE_S = 0.5  # before the second start within WITHIN_S; doubled for each further one
 RETRY_MS = 2000
+LOOKS = 8  # at an engine without a sign of life, before it counts as hung
 GAUGES = frozenset({"running", "waiting", "kv_used", "kv_total"})
 
 
@@ -39,11 +40,21 @@ def _restarting() -> RequestError:
 
 
 class ProcessLink:
-    """See EngineLink. on_death: called in the loop when the engine is given up."""
+    """See EngineLink. on_death: called in the loop when the engine is given up.
 
-    def __init__(self, engine: EngineProcess, on_death: Callable[[], None] | None = None) -> None:
+    hang_s: how long a loaded engine may be silent, or busy without ending a step, 0 = for ever.
+    """
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        on_death: Callable[[], None] | None = None,
+        hang_s: float = 0.0,
+    ) -> None:
         self.info, self._limits = engine.info, engine.limits
-        self._engine, self._on_death = engine, on_death
+        self._engine, self._on_death, self._hang_s = engine, on_death, hang_s
+        self._looks = 0  # since the last sign of life
+        self._watch: asyncio.TimerHandle | None = None
         self._ledger = Ledger(self.cancel)
         self.observers = self._ledger.observers
         self.cache_observers: list[CacheObserver] = []
@@ -77,10 +88,13 @@ class ProcessLink:
         assert self._child is not None and self._channel is None
         self._attach(self._child)
         self._ready = True
+        self._look()
 
     async def stop(self, within_s: float = 10.0) -> bool:
         """See EngineLink."""
         self._stopping.set()
+        if self._watch is not None:
+            self._watch.cancel()
         loop = asyncio.get_running_loop()
         if self._restart is not None:
             await self._restart
@@ -194,6 +208,7 @@ class ProcessLink:
             case p.Ready(info, limits):
                 self.info, self._limits = info, limits
                 self._ready = True
+                self._looks = 0
                 log.warning("the engine is back")
                 if self._draining:
                     self._post(p.Drain())
@@ -206,6 +221,10 @@ class ProcessLink:
 
     def _step(self, told: list[p.Told], seen: int, stats: EngineStats | None) -> None:
         if stats is not None:
+            # What is busy with a step that never ends tells its counters all the same.
+            idle = not (stats.running or stats.waiting)
+            if told or idle or stats.steps != self._stats.steps:
+                self._looks = 0
             self._stats = stats
             unseen = self._unseen
             while unseen and unseen[0][0] <= seen:
@@ -226,6 +245,23 @@ class ProcessLink:
         number = self._numbers.get(request.id)
         if number is not None and self._requests.get(number) is request:
             del self._numbers[request.id], self._requests[number]
+
+    def _look(self) -> None:
+        """Whether the engine makes progress.
+
+        Looks are counted instead of seconds: a machine that was asleep has not looked.
+        """
+        if self._hang_s:
+            self._watch = asyncio.get_running_loop().call_later(self._hang_s / LOOKS, self._look)
+        if not self._ready:  # loading takes as long as it takes
+            self._looks = 0
+            return
+        self._looks += 1
+        if self._looks > LOOKS and self._channel is not None and self._child is not None:
+            log.error("the engine made no progress for %g s: it is killed", self._hang_s)
+            self._child.kill()
+            self._channel.close()
+            self._lost()
 
     # ---- its end
 
@@ -298,9 +334,12 @@ def _add(to: EngineStats, other: EngineStats) -> None:
 
 
 def link_to(
-    engine: Runs | EngineProcess, on_death: Callable[[], None], thread: EngineThread | None = None
+    engine: Runs | EngineProcess,
+    on_death: Callable[[], None],
+    thread: EngineThread | None = None,
+    hang_s: float = 0.0,
 ) -> EngineLink:
     """The link for an engine in this process, to be stepped in `thread`, or in one of its own."""
     if isinstance(engine, EngineProcess):
-        return ProcessLink(engine, on_death)
+        return ProcessLink(engine, on_death, hang_s)
     return ThreadLink(engine, on_death, thread)

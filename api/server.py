@@ -115,7 +115,7 @@ class Server:
         thread: EngineThread | None = None,
     ) -> None:
         self.settings = settings
-        self.link = link_to(engine, self._engine_died, thread)
+        self.link = link_to(engine, self._engine_died, thread, settings.engine_hang_s)
         config = settings.generation_config
         if config is None:
             config = _find_generation_config(engine.info.model)

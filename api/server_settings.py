@@ -23,7 +23,8 @@ class ServeSettings:
     generation_config: sampling defaults as in a generation_config.json; None = the model's own.
     api_keys, api_key_file, admin_key: who may use the server, see api/auth.py; anonymous: serve
     without keys beyond loopback. tls_*: PEM files; tls_client_ca asks clients for certificates.
-    engine_process: run the engine in a process of its own. max_queue, max_queue_tokens: requests
+    engine_process: run the engine in a process of its own; engine_hang_s: how long that may make no
+    progress, 0 = for ever. max_queue, max_queue_tokens: requests
     and prompt tokens that may wait, 0 = no bound. *_timeout_s: 0 = none. key_*: per key, 0 = none.
     kv_events: ZMQ address, or grpc for subscribers by gRPC alone, "" = none.
     otel_endpoint: OTLP over HTTP, "" = none. programs: a folder of compiled programs, "" = none;
@@ -46,6 +47,7 @@ class ServeSettings:
     tls_key: str = ""
     tls_client_ca: str = ""
     engine_process: bool = False
+    engine_hang_s: float = 300.0
     page: bool = True
     reflection: bool = True
     max_queue: int = 256

@@ -157,6 +157,11 @@ SETTINGS: tuple[Setting, ...] = (
         "engine-process", TRANSPORTS, "switch", False, "run the engine in a process of its own"
     ),
     Setting(
+        "engine-hang-s", TRANSPORTS, "number", 300.0,
+        "seconds an engine process may make no progress before it is killed; 0 = any", "S",
+        low=0, high=86400,
+    ),
+    Setting(
         "resume-window-s", TRANSPORTS, "number", 60.0,
         "seconds a resumable generation outlives its dropped WebSocket", "S", low=0, high=3600,
     ),

@@ -1,13 +1,14 @@
 """The echoing engine as a process of its own; how tests start it.
 
-`asked.options` are Echo's arguments, or {"refuse": TEXT} and {"exit": CODE} for one that can't
-load. Imported by tests and by the processes they start.
+`asked.options` are Echo's arguments and "load_s", how long loading takes, or {"refuse": TEXT} and
+{"exit": CODE} for one that can't load. Imported by tests and by the processes they start.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from spec_serve.api import process_messages as p
@@ -32,7 +33,8 @@ def main() -> int:
 
 
 def load(asked: p.Load, tell: Tell) -> Opened:
-    options = asked.options
+    options = dict(asked.options)
+    time.sleep(options.pop("load_s", 0.0))
     if "refuse" in options:
         raise ValueError(options["refuse"])
     if "exit" in options:

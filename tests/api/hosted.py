@@ -45,6 +45,9 @@ class Hosted:
         tell("target", 1.0)
         return self.engine, self._tokenizer
 
+    def kill(self) -> None:
+        raise AssertionError("a thread can't be killed")
+
     def ended(self, within_s: float) -> str:
         self._thread.join(within_s)
         return f"exit code {self.code}"

@@ -64,9 +64,9 @@ def endless(link: ProcessLink, id: str, **fields: Any) -> Asked:
 
 @asynccontextmanager
 async def linked(
-    on_death: Callable[[], None] | None = None, **options: object
+    on_death: Callable[[], None] | None = None, hang_s: float = 0.0, **options: object
 ) -> AsyncIterator[ProcessLink]:
-    link = ProcessLink(echo_process(**options), on_death)
+    link = ProcessLink(echo_process(**options), on_death, hang_s)
     link.start()
     try:
         yield link
@@ -212,6 +212,45 @@ def test_a_killed_engine_costs_its_requests_and_comes_back(
 
     run(go())
     assert how.name in caplog.text
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_an_engine_that_hangs_is_killed_and_comes_back(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading takes longer than an engine may hang, and doesn't count."""
+    pause = 600.0 if how == "stuck" else 0.01
+
+    async def go() -> None:
+        async with linked(hang_s=1.2, run=1, pause=pause, load_s=1.5) as link:
+            first = pid(link)
+            asked = endless(link, "r")
+            await until(lambda: asked.text)
+            if how == "stopped":
+                os.kill(first, signal.SIGSTOP)
+            await asked.over()
+            error = asked.ends[0].error
+            assert error is not None and "restarting" in str(error) and link.restarting
+            await until(lambda: link.alive)
+            assert pid(link) != first and len(link._deaths) == 1
+            if how == "stopped":  # the other one would be stuck again
+                assert (await Asked(link, "r", "and on").over()).text == "and on"
+
+    run(go())
+    assert "no progress for 1.2 s" in caplog.text
+
+
+def test_an_engine_that_is_slow_or_idle_does_not_hang() -> None:
+    async def go() -> None:
+        async with linked(hang_s=1.6, run=1, pause=0.7) as link:
+            first = pid(link)
+            await asyncio.sleep(2.2)
+            asked = endless(link, "r")
+            await asyncio.sleep(2.2)
+            assert pid(link) == first and len(asked.text) > 1 and not link._deaths
+            link.cancel("r")
+
+    run(go())
 
 
 def test_restarts_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
