@@ -32,6 +32,10 @@ _DATA = frozenset({"const", "enum", "default", "examples"})  # keywords of a sch
 _BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )  # and those that hold schemas by name
+_IN_PLACE = frozenset(
+    {"allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef", "$recursiveRef", "dependentSchemas",
+     "contains"}
+)  # fmt: skip
 _OF_JSON: dict[str, dict[str, object]] = {
     "bounded": {"whitespace_pattern": BOUNDED},
     "compact": {"whitespace_flexible": False},
@@ -167,7 +171,8 @@ def ascii_digits(pattern: str, words: bool = False) -> str:
 
 
 def _written(schema: Any) -> Any:
-    """A schema, its patterns as they are meant. Depth is bounded before."""
+    """A schema, its patterns as they are meant and its keywords in plainer ones. Depth is bounded
+    before."""
     if isinstance(schema, list):
         return [_written(inner) for inner in schema]
     if not isinstance(schema, dict):
@@ -184,6 +189,62 @@ def _written(schema: Any) -> Any:
             made[name] = ascii_digits(value, words=True)
         else:
             made[name] = value if name in _DATA else _written(value)
+    return _plainer(made)
+
+
+def _plainer(schema: dict[str, Any]) -> Any:
+    """The same schema without keywords that can't be enforced and needn't be: those that say
+    nothing as they stand, and those that another keyword says as well."""
+    made = dict(schema)
+    for name, plain in (("unevaluatedProperties", "additionalProperties"),
+                        ("unevaluatedItems", "items")):  # fmt: skip
+        # What other keywords evaluate is known where none of them applies schemas in place.
+        if name in made and (plain in made or not _IN_PLACE & made.keys()):
+            value = made.pop(name)
+            made.setdefault(plain, value)
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+    if made.get("not") is False:
+        del made["not"]
+    if "contains" not in made:
+        for name in ("minContains", "maxContains"):
+            made.pop(name, None)
+    if "if" not in made or not {"then", "else"} & made.keys():
+        for name in ("if", "then", "else"):
+            made.pop(name, None)
+    elif isinstance(made["if"], bool):
+        taken = made.pop("then", True), made.pop("else", True)
+        made["allOf"] = [*made.get("allOf", ()), taken[0 if made.pop("if") else 1]]
+    for name in ("dependentRequired", "dependentSchemas"):
+        if not made.get(name, True):
+            del made[name]
+    return _named(made)
+
+
+def _named(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema with `propertyNames` as the properties it allows, where it can be said."""
+    names = schema.get("propertyNames", True)
+    if names is True or names == {} or names == {"type": "string"}:
+        return {name: value for name, value in schema.items() if name != "propertyNames"}
+    if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
+        return schema
+    own = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    value = schema.get("additionalProperties", True)
+    made = {**schema, "additionalProperties": False}
+    match own:
+        case {"pattern": str(pattern), **rest} if not rest:
+            made["patternProperties"] = {pattern: value}
+        case {"const": str(text), **rest} if not rest:
+            made["properties"] = {text: value}
+        case {"enum": list(texts), **rest} if not rest and all(isinstance(t, str) for t in texts):
+            made["properties"] = dict.fromkeys(texts, value)
+        case {"maxLength": int(most), **rest} if (
+            not rest and most is not True and 0 <= most <= MOST_REPEATS
+        ):
+            made["patternProperties"] = {f"^[\\s\\S]{{0,{most}}}$": value}
+        case _:
+            return schema
+    del made["propertyNames"]
     return made
 
 
