@@ -11,7 +11,7 @@ from spec_serve.cache.blocks import BlockLog
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.store import KVStore
 from spec_serve.draft.base import Drafter, Source
-from spec_serve.draft.budget import CostCurve
+from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.make import LOOKUPS, Lookups
 from spec_serve.draft.standalone import StandaloneDrafter
 from spec_serve.kernels.base import AttentionBackend, pick_backend
@@ -31,7 +31,7 @@ from spec_serve.spec.step import TorchDevice
 from spec_serve.target.model import Model
 from spec_serve.target.native import NativeTransformer
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 BUSY_CHUNK = 128
 
 

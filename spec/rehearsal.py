@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from spec_serve.draft.base import Drafter
-from spec_serve.draft.budget import CostCurve
+from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.head_file import ReadsTaps
 from spec_serve.kernels.base import AttentionBackend
 from spec_serve.spec.assemble import EngineOptions, assemble
