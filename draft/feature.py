@@ -18,7 +18,7 @@ from spec_serve.cache.pool import KVSpec, LayerKV
 from spec_serve.draft.base import Noise, Plan, Seen, Trees
 from spec_serve.draft.grow import grow
 from spec_serve.draft.head import FeatureHead
-from spec_serve.kernels.base import AttentionBackend
+from spec_serve.kernels.base import AttentionBackend, AttentionPlan
 
 PAIRED_FROM = 1
 """First position with a pair; what lies before it is never looked at."""
@@ -85,6 +85,14 @@ class FeatureDrafter:
         plan = self._attention.plan(batch, self._table, PAIRED_FROM)
         return self.head.run(batch, feature, self._layers, plan, wanted)
 
+    def _note(self, batch: TreeBatch, feature: Tensor) -> None:
+        """The K/V of certain pairs, where no guess is wanted."""
+
+        def plan() -> AttentionPlan:
+            return self._attention.plan(batch, self._table, PAIRED_FROM)
+
+        self.head.note(batch, feature, self._layers, plan)
+
     def _forward(self, batch: TreeBatch, state: Tensor | None) -> tuple[Tensor, Tensor]:
         assert state is not None
         hidden, fed = self._run(batch, state)
@@ -96,8 +104,9 @@ class FeatureDrafter:
         seen = paired(seen)
         assert seen.taps is not None
         feature = self.head.feature(seen.taps)
-        hidden, fed = self._run(seen.batch, feature, seen.last)
         if plan.nodes == 0:
+            self._note(seen.batch, feature)
             return None
+        hidden, fed = self._run(seen.batch, feature, seen.last)
         logits = self.head.logits(hidden)
         return grow(logits, fed, seen, grants, plan, noise, self._forward, self.head.ids)

@@ -103,12 +103,29 @@ class Layer:
     mlp_norm: RMSNorm
     mlp: MLP
 
+    def read(self, x: Tensor) -> Tensor:
+        """What attention reads of x [N, H] unless something else is given to it."""
+        return x if self.attention_norm is None else self.attention_norm(x)
+
+    def note(self, read: Tensor, rotation: Rotation, kv: LayerKV, slots: Tensor) -> None:
+        """K and V alone of what attention reads [N, in], written to `slots` [N]."""
+        attention = self.attention
+        inner = attention.inner if isinstance(attention, PartialAttention) else attention
+        heads, kv_heads, turned = inner.heads, inner.kv_heads, rotation[0].shape[-1]
+        y = inner.qkv(read).view(-1, heads + 2 * kv_heads, inner.head_dim)
+        k, v = y[:, heads:].split_with_sizes([kv_heads, kv_heads], 1)
+        if inner.k_norm is not None:
+            k = inner.k_norm(k)
+        k = torch.cat((rotate(k[..., :turned], rotation), k[..., turned:]), -1)
+        kv.k.index_copy_(0, slots, k)
+        kv.v.index_copy_(0, slots, v)
+
     def __call__(
         self, x: Tensor, read: Tensor | None, rotation: Rotation, kv: LayerKV, plan: AttentionPlan
     ) -> Tensor:
         """x: [N, H]; read: what attention reads instead of it, [N, 2H]."""
         if read is None:
-            read = x if self.attention_norm is None else self.attention_norm(x)
+            read = self.read(x)
         x = x + self.attention(read, rotation, kv, plan)
         return x.add_(self.mlp(self.mlp_norm(x)))
 
@@ -210,6 +227,27 @@ class FeatureHead:
             x = x.index_select(0, wanted)
         normed = x if self._norm is None else self._norm(x)
         return normed, normed if self.config.feedback == "normed" else x
+
+    def note(
+        self,
+        batch: TreeBatch,
+        feature: Tensor,
+        layers: Sequence[LayerKV],
+        plan: Callable[[], AttentionPlan],
+    ) -> None:
+        """The K/V of pairs, as `run` writes them, without what only answers need.
+
+        plan: made if there is more than one layer.
+        """
+        x, read = self._enter(batch.tokens, feature)
+        rotation = self._rotary.at(batch.positions)
+        if len(self._layers) > 1:
+            attending = plan()
+            for layer, kv in zip(self._layers[:-1], layers, strict=False):
+                x = layer(x, read, rotation, kv, attending)
+                read = None
+        last = self._layers[-1]
+        last.note(last.read(x) if read is None else read, rotation, layers[-1], batch.slots)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, draft vocabulary] float32, never an id the target lacks."""

@@ -30,9 +30,11 @@ class ParallelDrafter(FeatureDrafter):
         seen = paired(seen)
         assert seen.taps is not None
         head = self.head
-        hidden, _ = self._run(seen.batch, head.feature(seen.taps), seen.last)
+        feature = head.feature(seen.taps)
         if plan.nodes == 0:
+            self._note(seen.batch, feature)
             return None
+        hidden, _ = self._run(seen.batch, feature, seen.last)
         rows, masks = seen.batch.rows, plan.depth - 1
         levels = hidden.unsqueeze(1)  # [B, 1, H]
         if masks:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_serve.draft.base import Plan
 from spec_serve.draft.eagle import is_eagle, read_eagle
 from spec_serve.draft.eagle3 import is_eagle3, read_eagle3
 from spec_serve.draft.feature import FeatureDrafter, paired
@@ -22,6 +23,7 @@ from tests.draft.heads import (
     PROMPT,
     SAMPLED,
     H,
+    Silent,
     V,
     bound,
     checkpoint,
@@ -29,6 +31,7 @@ from tests.draft.heads import (
     eagle_shapes,
     features,
     fill,
+    for_target,
     nextn_shapes,
     parts,
     propose,
@@ -36,6 +39,7 @@ from tests.draft.heads import (
     seen_of,
     target_config,
 )
+from tests.tiny import tiny_model
 
 TOKENS = (*PROMPT, SAMPLED)
 
@@ -191,3 +195,22 @@ def test_mimo_with_the_halves_the_wrong_way_round_says_something_else() -> None:
     bound(drafter)
     trees = propose(drafter, seen_of(TOKENS, features(3097, H)), 4, 1, 4)
     assert trees.tokens[0].tolist() == [26, 35, 34, 76]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "nextn", "p-eagle"])
+def test_where_no_guess_is_wanted_the_same_keys_and_values_are_filed(kind: str) -> None:
+    model = tiny_model()
+    drafter = for_target(kind, model)
+    taps = features(5, len(drafter.taps) * H)
+    seen = seen_of(TOKENS, taps)
+    pools = []
+    for nodes in (1, 0):
+        pool = bound(drafter)
+        with torch.inference_mode():
+            grants = torch.tensor([[40, 41]])
+            drafter.propose(seen, grants, Plan(1, 1, nodes), Silent())
+        pools.append(pool)
+    for one, other in zip(pools[0].layers, pools[1].layers, strict=True):
+        assert one.k[1 : len(TOKENS) + 1].abs().sum() > 0
+        torch.testing.assert_close(one.k, other.k, atol=1e-5, rtol=0)
+        torch.testing.assert_close(one.v, other.v, atol=1e-5, rtol=0)
