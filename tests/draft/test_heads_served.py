@@ -89,6 +89,12 @@ def test_a_cache_hit_changes_no_guess(kind: str) -> None:
     cold, recorder.trees = recorder.trees, {}
     assert tokens(on, prompt, 12) == said
     same(cold, recorder.trees, 8)
+    # A row without speculation is seen by the head all the same.
+    on = engine("none", draft=recorder, depth=3, width=2)
+    assert run(on, request(prompt, 12, speculation=Speculation(mode="off")))[0].tokens == said
+    recorder.trees = {}
+    assert tokens(on, prompt, 12) == said
+    same(cold, recorder.trees, 8)
     turn = [*prompt, *said, *prompts(1, 12, 12, seed=10)[0]]
     recorder.trees = {}
     (done,) = run(on, request(turn, 8))
@@ -96,6 +102,14 @@ def test_a_cache_hit_changes_no_guess(kind: str) -> None:
     warm, recorder.trees = recorder.trees, {}
     tokens(engine("none", draft=recorder, depth=3, width=2), turn, 8)
     same(warm, recorder.trees, 6)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "p-eagle"])
+def test_guesses_may_reach_beyond_the_context(kind: str) -> None:
+    prompt = prompts(1, 16, 16, seed=12)[0]
+    said = tokens(engine(max_context=len(prompt) + 6), prompt, 6)
+    on = engine("none", draft=drafter(kind), depth=4, width=2, max_context=len(prompt) + 6)
+    assert tokens(on, prompt, 6) == said and len(said) == 6
 
 
 def same(
