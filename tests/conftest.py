@@ -19,8 +19,21 @@ settings.register_profile("spec_serve", derandomize=True, deadline=None)
 settings.load_profile("spec_serve")
 
 
+# Begun last, one of these would keep a process busy after all others are through.
+SLOWEST = (
+    "test_real_models.py", "test_page_faults.py", "test_public_bugs.py", "test_engine.py",
+    "test_faults_inside.py", "test_public_bugs_transports.py", "test_lossless.py",
+    "test_page_looks.py", "test_faults.py", "test_constraints_live.py", "test_public_bugs_cache.py",
+    "test_websocket_limits.py", "test_faults_storm.py", "test_end_to_end_clients.py",
+    "test_anthropic.py", "test_constraints_hostile.py", "test_other_python.py", "test_page.py",
+    "test_soak.py", "test_access.py", "test_verify.py",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees no GPU."""
+    """Slow files first; skip tests marked `gpu` where torch sees no GPU."""
+    place = {name: i for i, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(SLOWEST)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="torch finds no NVIDIA GPU on this machine")

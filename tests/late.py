@@ -20,4 +20,6 @@ class Late:
         return importlib.import_module(self._name)
 
     def __getattr__(self, what: str) -> Any:
+        if what.startswith(("_", "pytest")):  # pytest asks this of all that stands in a module
+            raise AttributeError(what)
         return getattr(self.real(), what)

@@ -12,7 +12,6 @@ from collections import Counter
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from spec_serve.spec.request import RequestError, Speculation
 from tests.engines import (
@@ -26,12 +25,23 @@ from tests.engines import (
     tokens,
     unique,
 )
+from tests.late import Late
 from tests.tiny import VOCAB
 
+stats = Late("scipy.stats")
 
-@pytest.mark.parametrize("kind", ["near", "far"])
-@pytest.mark.parametrize("shape", [(3, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"top_k": 2}], ids=str)
+CHAIN, TREE = (3, 1), (2, 2)
+
+
+# Every pair of a draft, a shape and a filter occurs.
+@pytest.mark.parametrize(
+    ("kind", "shape", "filters"),
+    [
+        ("near", CHAIN, {}), ("near", TREE, {"top_p": 0.7}), ("near", CHAIN, {"top_k": 2}),
+        ("far", TREE, {}), ("far", CHAIN, {"top_p": 0.7}), ("far", TREE, {"top_k": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_case_02_sampling_keeps_the_joint_distribution(
     kind: str, shape: tuple[int, int], filters: dict[str, float]
 ) -> None:
@@ -85,14 +95,16 @@ def test_case_02_sampling_keeps_the_joint_distribution(
             expected[0] += mass * trials
     if expected[0] == 0:
         observed, expected = observed[1:], expected[1:]
-    assert chisquare(observed, expected).pvalue > 0.001
+    assert stats.chisquare(observed, expected).pvalue > 0.001
     assert on.stats().accepted > 0 or kind == "far"
 
 
 def test_case_04_the_first_token_is_never_lost() -> None:
     ids = reference()
-    for m in range(1, 15):
-        assert tokens(engine("self", depth=4), PROMPT, m) == ids[:m]
+    asked = [request(PROMPT, m) for m in range(1, 15)]
+    for m, done in enumerate(run(engine("self", depth=4, max_rows=14), *asked), 1):
+        assert done.tokens == ids[:m]
+    assert tokens(engine("self", depth=4), PROMPT, 1) == ids[:1]
     (done,) = run(engine("self", depth=4), request(PROMPT, 8, stop_ids=[ids[0]]))
     assert (done.tokens, done.reason, done.matched) == (ids[:1], "stop", ids[0])
     assert sum(step.drafted for step in done.steps) == 0
@@ -154,9 +166,12 @@ def test_case_06_a_seed_means_the_same_text_in_any_company(shape: tuple[int, int
 def test_case_07_a_stop_inside_a_run_wins_over_the_limit() -> None:
     ids = reference()
     at = unique(9, ids)
-    for m in range(at - 1, at + 7):
-        (off,) = run(engine(), request(PROMPT, m, stop_ids=[ids[at]]))
-        (on,) = run(engine("self", depth=8), request(PROMPT, m, stop_ids=[ids[at]]))
+    limits = range(at - 1, at + 7)
+    both = [
+        run(one, *(request(PROMPT, m, stop_ids=[ids[at]]) for m in limits))
+        for one in (engine(), engine("self", depth=8))
+    ]
+    for m, off, on in zip(limits, *both, strict=True):
         assert (on.tokens, on.reason, on.matched) == (off.tokens, off.reason, off.matched)
         assert on.reason == ("length" if m <= at else "stop")
         assert on.usage.completion_tokens == min(m, at + 1) == len(on.tokens)
@@ -166,11 +181,11 @@ def test_case_08_generation_ends_at_an_eos_inside_a_run() -> None:
     ids = reference()
     at = unique(6, ids)
     for depth in range(1, 11):
-        on = engine("self", depth=depth)
-        (done,) = run(on, request(PROMPT, 40, eos=[299, ids[at]]))
-        assert (done.tokens, done.reason) == (ids[: at + 1], "stop")
-        (done,) = run(on, request(PROMPT, 40, eos=[299, ids[at]], ignore_eos=True))
-        assert (done.tokens, done.reason) == (ids, "length")
+        ends = [299, ids[at]]
+        asked = [request(PROMPT, 40, eos=ends, ignore_eos=ignore) for ignore in (False, True)]
+        one, other = run(engine("self", depth=depth), *asked)
+        assert (one.tokens, one.reason) == (ids[: at + 1], "stop")
+        assert (other.tokens, other.reason) == (ids, "length")
 
 
 def test_case_09_exactly_as_many_tokens_as_asked() -> None:
@@ -193,11 +208,13 @@ def test_case_09_exactly_as_many_tokens_as_asked() -> None:
 def test_case_10_min_tokens_is_judged_per_node(kind: str, through: str) -> None:
     ids = reference()
     at = unique(4, ids)
-    for n in range(at + 6):
-        ends = {through: [ids[at]]}
-        (off,) = run(engine(), request(PROMPT, 14, min_tokens=n, **ends))  # type: ignore[arg-type]
-        on = engine(kind, depth=6)
-        (done,) = run(on, request(PROMPT, 14, min_tokens=n, **ends))  # type: ignore[arg-type]
+    ends = {through: [ids[at]]}
+    on = engine(kind, depth=6, max_rows=at + 6)
+    both = [
+        run(one, *(request(PROMPT, 14, min_tokens=n, **ends) for n in range(at + 6)))  # type: ignore[arg-type]
+        for one in (engine(max_rows=at + 6), on)
+    ]
+    for n, (off, done) in enumerate(zip(*both, strict=True)):
         assert (done.tokens, done.reason) == (off.tokens, off.reason)
         if n <= at:
             assert done.tokens == ids[: at + 1]

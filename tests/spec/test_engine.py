@@ -193,7 +193,7 @@ def test_soak_ends_with_balanced_books_and_flat_memory() -> None:
     a compiled primitive per shape); its last part would show what Python can't see.
     """
     chooser = random.Random(10)
-    on = engine("near", lookup=True, depth=2, nodes=4, kv_tokens=1500, max_rows=16)
+    on = engine("near", lookup=True, depth=2, nodes=4, kv_tokens=4500, max_rows=48)
     shared = [[chooser.randrange(300) for _ in range(30)] for _ in range(20)]
     waves, size = 10, 1000
     blocks: list[int] = []
@@ -202,7 +202,7 @@ def test_soak_ends_with_balanced_books_and_flat_memory() -> None:
         live: list[str] = []
         sent = ended = 0
         while ended < size:
-            while sent < size and sent - ended < 40:
+            while sent < size and sent - ended < 120:
                 prompt = list(chooser.choice(shared)[: chooser.randint(1, 30)])
                 prompt += [chooser.randrange(300) for _ in range(chooser.randint(0, 10))]
                 one = request(
