@@ -271,8 +271,9 @@ async def cost(args: argparse.Namespace) -> dict[str, Any]:
         other.end()
         await bare.stop()
         await server.close()
-    table(rounds)
-    return {"rounds": rounds, **{f"median {k}": median(r[k] for r in rounds) for k in rounds[0]}}
+    middle = {name: median(one[name] for one in rounds) for name in rounds[0] if name != "round"}
+    table([*rounds, {"round": "median", **middle}])
+    return {"rounds": rounds, **{f"median {name}": value for name, value in middle.items()}}
 
 
 def main(argv: Sequence[str]) -> int:
