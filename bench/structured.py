@@ -96,18 +96,37 @@ SIX: dict[str, tuple[Constraint, str]] = {
         "What is message {i} about: 'My parcel still has not come'?",
     ),
 }  # fmt: skip
+
+
+def _alternatives(depth: int) -> dict[str, Any]:
+    """oneOf in oneOf, whose branches can't be told apart."""
+    if not depth:
+        return {"type": "integer"}
+    inner = _alternatives(depth - 1)
+    return {"oneOf": [{"type": "array", "items": inner}, {"type": "object", "required": ["a"],
+                                                          "properties": {"a": inner}}]}  # fmt: skip
+
+
 HOSTILE: dict[str, Constraint] = {
     "nested repeats": Constraint("regex", "(a{1,1000}b{1,1000}){1,1000}"),
     "many divisors": Constraint(
         "json_schema",
-        json.dumps({"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949)]}),
+        json.dumps({"properties": {f"p{i}": {"multipleOf": 997 - i} for i in range(30)}}),
     ),
-    "deep oneOf": Constraint("json_schema", json.dumps(
-        {"$defs": {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(12)}
-         | {"d12": {"type": "string"}}, "$ref": "#/$defs/d0"})),
-    "a megabyte": Constraint("json_schema", json.dumps({"enum": ["x" * 64] * 16000})),
+    "deep oneOf": Constraint("json_schema", json.dumps(_alternatives(12))),
+    "many strings": Constraint(
+        "json_schema", json.dumps({"enum": [f"string number {i}" for i in range(20_000)]})
+    ),
+    "many names": Constraint(
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"name_{i}": {} for i in range(20_000)}}),
+    ),
+    "many patterns": Constraint(
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f"^.*{i}.*$"} for i in range(300)]}),
+    ),
     "very deep": Constraint("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
-}  # fmt: skip
+}
 
 
 @dataclass(slots=True)

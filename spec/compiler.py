@@ -19,7 +19,7 @@ from spec_serve.spec.bounds import Bounds, Counters
 from spec_serve.spec.grammar import Grammar, Lexicon, MatchError, Spelling, tidy
 from spec_serve.spec.grammar_source import FIELD, refused, source_of
 from spec_serve.spec.request import Constraint, Request, RequestError
-from spec_serve.spec.trial import WITHIN_S, try_out
+from spec_serve.spec.trial import WITHIN_S, get_ready, try_out
 
 log = logging.getLogger("spec_serve.engine")
 
@@ -99,6 +99,7 @@ class Compiler:
         with self._words:
             if self._lexicon is None:
                 self._lexicon = Lexicon(self._spelling)
+                get_ready()
             return self._lexicon
 
     def _work(self, constraint: Constraint) -> Compiled:

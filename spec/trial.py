@@ -107,6 +107,22 @@ _lock = threading.Lock()
 _idle: list[_Trial] = []
 
 
+def get_ready() -> None:
+    """Start a process if none waits, so that nobody has to wait for that. Errors are left to who
+    needs it next."""
+    with _lock:
+        if _idle:
+            return
+    with suppress(OSError):
+        made = _Trial()
+        with _lock:
+            spare = bool(_idle)
+            if not spare:
+                _idle.append(made)
+        if spare:
+            made.end()
+
+
 def try_out(source: str, within_s: float = WITHIN_S) -> str:
     """What is wrong with a grammar for llguidance, "" = nothing. From any thread; waits."""
     with _places:
@@ -115,6 +131,7 @@ def try_out(source: str, within_s: float = WITHIN_S) -> str:
         trial = trial or _Trial()
         said = trial.run(source, within_s)
         if said is None:
+            threading.Thread(target=get_ready, name="grammar trial", daemon=True).start()
             return f"compiling it takes more than {within_s:g} s or {MEMORY >> 20} MB"
         with _lock:
             _idle.append(trial)
