@@ -11,7 +11,8 @@ EXTRAS ?=
 # Which tests, for example TESTS="tests/spec -k verify"
 TESTS ?=
 # Test processes, more than cores: many tests wait. Files are the unit, as fixtures of a module are
-# expensive.
+# expensive; tests/conftest.py puts the slowest first. Plugins that other packages bring along stay
+# out, as every process would take seconds to import them.
 JOBS  ?= 3
 
 VENV   := .venv
@@ -41,7 +42,8 @@ serve: $(READY) ## set up, fetch the default model and serve it
 	@exec $(BIN)/spec-serve --target $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV) ## set up and run the whole test suite, lint and types included
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(TESTS)
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/pytest -p xdist.plugin -p _hypothesis_pytestplugin \
+	    -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(DEV) ## ruff and mypy alone
 	$(BIN)/ruff check .
