@@ -48,8 +48,8 @@ static inline __m256 wider(const uint16_t* p) {
 
 // Sums of products of one sub-block of codes with one plane of activations, eight rows each.
 template <int BITS, int SUBS, int T>
-static inline void products(const uint8_t* planes, int half, int sub, const int8_t* q,
-                            int64_t stride, __m256i* sums) {
+static inline void products(const uint8_t* planes, int half, int sub, const int8_t* q, int stride,
+                            __m256i* sums) {
   constexpr int kSteps = 8 / SUBS;
   // Sums of pairs stay below 2^15 for 8 steps of 15 * 127 * 2, 4 of 31, 2 of 63.
   constexpr int kFits = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
@@ -88,11 +88,12 @@ static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes
   const __m256 zero = _mm256_set1_ps((float)-m.zero);
   __m256 acc[T];
   for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-  const int8_t* q = x.q + token * x.inputs;
-  const float* scale = x.scale + token * x.blocks;
-  const float* weights = SUBS == 2 ? x.half + token * x.blocks * 2 : x.whole + token * x.blocks;
-  const int64_t wide = x.blocks * SUBS;
-  for (int64_t b = 0; b < blocks; b++, p += kBytes, q += kBlock, weights += SUBS) {
+  constexpr int kWide = kBlock * PLANES;  // from token to token
+  const int8_t* q = x.q + token * kWide;
+  const float* scale = x.scale + token;
+  const float* weights = (SUBS == 2 ? x.half : x.whole) + token * SUBS;
+  for (int64_t b = 0; b < blocks; b++, p += kBytes, q += x.tokens * kWide,
+               weights += x.tokens * SUBS, scale += PLANES == 1 ? x.tokens : 0) {
     const uint8_t* planes = p + 32 * SUBS + (MINIMA ? 32 : 0);
     const uint16_t* scales = (const uint16_t*)p + half * 8;
     _mm_prefetch((const char*)(p + 2048 + half * kBytes / 2), _MM_HINT_T0);
@@ -101,21 +102,21 @@ static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes
       const __m256 dw = wider(scales + kRows * sub);
       const __m256 low = MINIMA ? wider(scales + kRows * SUBS) : _mm256_mul_ps(dw, zero);
       __m256i sums[T];
-      products<BITS, SUBS, T>(planes, half, sub, q, x.inputs, sums);
+      products<BITS, SUBS, T>(planes, half, sub, q, kWide, sums);
       if constexpr (PLANES == 2) {
         __m256i lows[T];
-        products<BITS, SUBS, T>(planes, half, sub, q + x.plane, x.inputs, lows);
+        products<BITS, SUBS, T>(planes, half, sub, q + kBlock, kWide, lows);
         for (int t = 0; t < T; t++) {
           const __m256i high = _mm256_mullo_epi32(sums[t], _mm256_set1_epi32(kPlane));
           sums[t] = _mm256_add_epi32(high, lows[t]);
         }
       }
       for (int t = 0; t < T; t++) {
-        const __m256 weight = _mm256_set1_ps(weights[t * wide + sub]);
+        const __m256 weight = _mm256_set1_ps(weights[t * SUBS + sub]);
         __m256 by = dw, under = low;
         if constexpr (PLANES == 1) {
-          by = _mm256_mul_ps(dw, _mm256_set1_ps(scale[t * x.blocks + b]));
-          under = _mm256_mul_ps(low, _mm256_set1_ps(scale[t * x.blocks + b]));
+          by = _mm256_mul_ps(dw, _mm256_set1_ps(scale[t]));
+          under = _mm256_mul_ps(low, _mm256_set1_ps(scale[t]));
         }
         if constexpr (BITS == 8)  // these were summed less 128
           sums[t] = _mm256_add_epi32(sums[t], _mm256_slli_epi32(_mm256_cvtps_epi32(weight), 7));
@@ -126,7 +127,7 @@ static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes
   }
   for (int t = 0; t < T; t++) {
     float* o = out + t * stride;
-    const __m256 by = _mm256_set1_ps(PLANES == 2 ? scale[t * x.blocks] : 1.0f);
+    const __m256 by = _mm256_set1_ps(PLANES == 2 ? scale[t] : 1.0f);
     __m256 made = bias ? _mm256_loadu_ps(bias) : _mm256_setzero_ps();
     made = _mm256_fmadd_ps(acc[t], by, made);
     if (add) made = _mm256_add_ps(_mm256_loadu_ps(o), made);

@@ -15,6 +15,6 @@ static void linear_of(const Matrix& m, const Codes& x, int64_t tokens, float* ou
 
 static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
                    bool add, int from, int to) {
-  if (x.plane) return linear_of<2>(m, x, tokens, out, stride, add, from, to);
+  if (x.planes == 2) return linear_of<2>(m, x, tokens, out, stride, add, from, to);
   linear_of<1>(m, x, tokens, out, stride, add, from, to);
 }

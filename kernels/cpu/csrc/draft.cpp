@@ -106,8 +106,7 @@ class Grower {
   int64_t kv_width() const { return padded(2 * (int64_t)draft_.kv_heads * draft_.head_dim); }
 
   Codes codes(int64_t inputs, int64_t n) const {
-    return Codes{q_,     scale_, whole_, half_, inputs, inputs / kBlock,
-                 draft_.planes == 2 ? n * inputs : 0};
+    return Codes{q_, scale_, whole_, half_, inputs, n, draft_.planes};
   }
 
   void part(int thread) {
@@ -261,19 +260,27 @@ class Grower {
     const DraftStep& s = *step_;
     const int64_t dim = d.head_dim, kept = (int64_t)d.kv_heads * dim, q = (int64_t)d.heads * dim;
     const int group = d.heads / d.kv_heads;
-    const auto row_of = [&](int64_t i) { return level ? i / s.width : i; };
-    team_.shared(thread, n * d.kv_heads * segments_, [&](int64_t task) {
-      const int64_t segment = task % segments_, i = task / segments_ / d.kv_heads;
-      const int64_t head = task / segments_ % d.kv_heads, b = row_of(i);
+    const int64_t width = level ? s.width : 1, per = (width + kTogether - 1) / kTogether;
+    const auto row_of = [&](int64_t i) { return i / width; };
+    team_.taken(thread, s.rows * per * d.kv_heads * segments_, [&](int64_t task) {
+      const int64_t segment = task % segments_, head = task / segments_ % d.kv_heads;
+      const int64_t batch = task / segments_ / d.kv_heads, b = batch / per;
       const int64_t cached = s.length[b] - 1, total = cached + level;
-      const int64_t from = std::max<int64_t>(segment * kSegment - 1, 0);
-      const int64_t to = std::min(segment * kSegment - 1 + kSegment, total);
-      if (from >= to) return;
-      const Keys keys = {s.table + s.row_ids[b] * s.table_stride + 1,
+      Heads heads = {s.k + head * dim, s.v + head * dim, kept, group, (int)dim, 0.0f};
+      heads.from = std::max<int64_t>(segment * kSegment - 1, 0);
+      heads.common = cached;
+      const int64_t to = std::min((segment + 1) * kSegment - 1, total);
+      const int64_t first = b * width + batch % per * kTogether;
+      if (heads.from >= to) return;
+      for (int64_t i = first; i < std::min(first + kTogether, (b + 1) * width); i++) {
+        const int j = heads.nodes++;
+        heads.q[j] = heads_ + i * padded(q) + head * group * dim;
+        heads.keys[j] = {s.table + s.row_ids[b] * s.table_stride + 1,
                          path_[level & 1] + i * s.depth, 1, cached, total};
-      const Head own = {heads_ + i * padded(q) + head * group * dim, s.k + head * dim,
-                        s.v + head * dim, kept, group, (int)dim, 0.0f};
-      kernels_.attend(own, keys, from, to, parts_ + task * part_);
+        heads.to[j] = to;
+        heads.out[j] = parts_ + ((i * d.kv_heads + head) * segments_ + segment) * part_;
+      }
+      kernels_.attend(heads);
     });
     team_.shared(thread, n, [&](int64_t i) {
       const int64_t total = s.length[row_of(i)] - 1 + level;

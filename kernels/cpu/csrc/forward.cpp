@@ -1,5 +1,6 @@
 // The whole forward of a step in one call: every thread runs the same sequence of parts and they
 // meet between them.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -26,6 +27,10 @@ class Runner {
     int64_t own;  // where its own path's slots begin in own_
   };
 
+  struct Batch {  // nodes of one row that are attended for together
+    int64_t begin, end, common;
+  };
+
   bool arrange() {
     const Step& s = *step_;
     const Model& m = model_;
@@ -48,7 +53,30 @@ class Runner {
     lay(cut, paths);
     int64_t at = 0;
     for (int64_t i = 0; i < s.nodes; i++) at = trace(i, at);
+    gather();
     return true;
+  }
+
+  // Batches as large as leaves every thread some.
+  void gather() {
+    const Step& s = *step_;
+    const int64_t threads = s.threads == 1 ? 1 : team_.size();
+    int64_t most = threads == 1 ? kTogether : s.nodes * model_.kv_heads / (threads * 4);
+    most = most < 1 ? 1 : most > kTogether ? kTogether : most;
+    batches_ = 0;
+    for (int64_t b = 0; b < s.rows; b++)
+      for (int64_t i = s.node_ptr[b]; i < s.node_ptr[b + 1]; i += most) {
+        Batch& made = batch_[batches_++];
+        made = {i, std::min(i + most, s.node_ptr[b + 1]), node_[i].total};
+        const Keys first = keys_of(node_[i]);
+        for (int64_t j = i + 1; j < made.end; j++)
+          made.common = std::min(made.common, common_keys(first, keys_of(node_[j])));
+      }
+  }
+
+  Keys keys_of(const Node& node) const {
+    const int64_t* table = step_->table + node.table_row * step_->table_stride + node.first;
+    return {table, own_ + node.own, node.first, node.cached, node.total};
   }
 
   void lay(Cut& cut, int64_t paths) {
@@ -66,6 +94,7 @@ class Runner {
     whole_ = cut.take<float>(n * (most / kBlock));
     half_ = cut.take<float>(n * (most / kBlock) * 2);
     node_ = cut.take<Node>(n);
+    batch_ = cut.take<Batch>(n);
     own_ = cut.take<int64_t>(paths);
   }
 
@@ -93,8 +122,7 @@ class Runner {
   }
 
   Codes codes(int64_t inputs) const {
-    const int64_t plane = model_.planes == 2 ? nodes_ * inputs : 0;
-    return Codes{q_, scale_, whole_, half_, inputs, inputs / kBlock, plane};
+    return Codes{q_, scale_, whole_, half_, inputs, nodes_, model_.planes};
   }
 
   void part(int thread) {
@@ -215,20 +243,30 @@ class Runner {
     const int group = m.heads / m.kv_heads;
     const int64_t q = (int64_t)m.heads * dim;
     // Segment k of a node: its positions k * kSegment .. + kSegment.
-    team_.shared(thread, nodes_ * m.kv_heads * segments_, [&](int64_t task) {
-      const int64_t segment = task % segments_, i = task / segments_ / m.kv_heads;
-      const int64_t kv = task / segments_ % m.kv_heads;
-      const Node& node = node_[i];
-      int64_t from = segment * kSegment - node.first, to = from + kSegment;
-      const int64_t low = seen_from(layer, node);
-      if (from < low) from = low;
-      if (to > node.total) to = node.total;
-      if (from >= to) return;
-      const int64_t* table = s.table + node.table_row * s.table_stride + node.first;
-      const Keys keys = {table, own_ + node.own, node.first, node.cached, node.total};
-      const Head head = {y_ + i * width_ + kv * group * dim, s.k[index] + kv * dim,
-                         s.v[index] + kv * dim, kept, group, (int)dim, m.attention_softcap};
-      kernels_.attend(head, keys, from, to, parts_ + task * part_);
+    team_.taken(thread, batches_ * m.kv_heads * segments_, [&](int64_t task) {
+      const int64_t segment = task % segments_, kv = task / segments_ % m.kv_heads;
+      const Batch& batch = batch_[task / segments_ / m.kv_heads];
+      Heads heads = {s.k[index] + kv * dim, s.v[index] + kv * dim, kept, group, (int)dim,
+                     m.attention_softcap};
+      heads.from = std::max(segment * kSegment - node_[batch.begin].first,
+                            seen_from(layer, node_[batch.begin]));
+      heads.common = batch.common;
+      int64_t most = 0;
+      for (int64_t i = batch.begin; i < batch.end; i++) {
+        if (layer.window && i > batch.begin) {  // what they see begins elsewhere
+          if (most > heads.from) kernels_.attend(heads);
+          heads.nodes = 0, heads.common = most = 0;
+          heads.from = std::max(segment * kSegment - node_[i].first, seen_from(layer, node_[i]));
+        }
+        const Node& node = node_[i];
+        const int n = heads.nodes++;
+        heads.q[n] = y_ + i * width_ + kv * group * dim;
+        heads.keys[n] = keys_of(node);
+        heads.to[n] = std::min((segment + 1) * kSegment - node.first, node.total);
+        heads.out[n] = parts_ + ((i * m.kv_heads + kv) * segments_ + segment) * part_;
+        most = std::max(most, heads.to[n]);
+      }
+      if (most > heads.from) kernels_.attend(heads);
     });
     team_.shared(thread, nodes_ * m.kv_heads, [&](int64_t task) {
       const int64_t i = task / m.kv_heads, kv = task % m.kv_heads;
@@ -256,6 +294,8 @@ class Runner {
   float *scale_ = nullptr, *whole_ = nullptr, *half_ = nullptr;
   int8_t* q_ = nullptr;
   Node* node_ = nullptr;
+  Batch* batch_ = nullptr;
+  int64_t batches_ = 0;
   int64_t* own_ = nullptr;
 };
 
@@ -320,9 +360,8 @@ EXPORT int spec_native_linear(const native::Matrix* m, const float* x, int64_t t
   const int64_t blocks = m->inputs / native::kBlock;
   std::vector<int8_t> q(tokens * m->inputs * planes);
   std::vector<float> scale(tokens * blocks), whole(tokens * blocks), half(tokens * blocks * 2);
-  const int64_t plane = planes == 2 ? tokens * m->inputs : 0;
-  const native::Codes codes = {q.data(),   scale.data(), whole.data(), half.data(),
-                               m->inputs, blocks,       plane};
+  const native::Codes codes = {q.data(),  scale.data(), whole.data(), half.data(),
+                               m->inputs, tokens,       planes};
   for (int64_t t = 0; t < tokens; t++) kernels->quantise(x + t * m->inputs, codes, t);
   native::Pool& threads = *(native::Pool*)pool;
   const int all = native::groups(*m), size = threads.size();

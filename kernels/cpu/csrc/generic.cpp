@@ -27,7 +27,7 @@ static inline void to_half8(f8 v, uint16_t* out) {
 #include "pick.inl"
 
 static inline int code_of(const Codes& x, const int8_t* q, int at) {
-  return x.plane ? kPlane * q[at] + q[x.plane + at] : q[at];
+  return x.planes == 2 ? kPlane * q[at] + q[kBlock + at] : q[at];
 }
 
 static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, int64_t stride,
@@ -43,8 +43,8 @@ static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
         const uint16_t* scales = (const uint16_t*)p;
         const uint16_t* minima = scales + kRows * m.subblocks;
         const uint8_t* planes = p + 32 * m.subblocks + (m.minima ? 32 : 0);
-        const int8_t* q = x.q + t * x.inputs + b * kBlock;
-        const int64_t at = t * x.blocks + b;
+        const int64_t at = b * x.tokens + t;
+        const int8_t* q = x.q + at * kBlock * x.planes;
         for (int r = 0; r < kRows; r++) {
           int32_t sums[2] = {};
           for (int step = 0; step < 8; step++)
@@ -55,14 +55,14 @@ static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
             const float scale = half_to_float(scales[kRows * s + r]);
             const float low =
                 m.minima ? half_to_float(minima[r]) : scale * (float)-m.zero;
-            const float dx = x.plane ? 1.0f : x.scale[at];
+            const float dx = x.planes == 2 ? 1.0f : x.scale[at];
             const float weight = m.subblocks == 2 ? x.half[2 * at + s] : x.whole[at];
             acc[r] = fmaf((float)sums[s], scale * dx, acc[r]);
             acc[r] = fmaf(low * dx, weight, acc[r]);
           }
         }
       }
-      const float scale = x.plane ? x.scale[t * x.blocks] : 1.0f;
+      const float scale = x.planes == 2 ? x.scale[t] : 1.0f;
       float* o = out + t * stride + g * kRows;
       for (int r = 0; r < rows; r++) {
         const float made = fmaf(acc[r], scale, m.bias ? m.bias[g * kRows + r] : 0.0f);

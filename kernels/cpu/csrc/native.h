@@ -12,6 +12,7 @@ constexpr int kPlane = 254;    // what the high plane of activations counts
 constexpr int kSegment = 256;  // positions attended to as one task
 constexpr int kMaxDim = 256;   // of a head
 constexpr int kChunk = 64;     // positions per update of the running softmax
+constexpr int kTogether = 8;   // nodes attended for at once
 
 // A quantised matrix [outputs, inputs]. Groups of 16 rows, then blocks of 32 inputs; of each the
 // scales (16 halves per sub-block), the minima (16 halves, if any), and the codes in planes:
@@ -39,17 +40,18 @@ struct Count {  // a number known to the compiler
 
 inline int groups(const Matrix& m) { return (m.outputs + kRows - 1) / kRows; }
 
-// Activations of n tokens as whole numbers, [planes, n, inputs]. Two planes: nearly 16 bits,
-// kPlane * high + low, and one scale per token. One plane: 8 bits and a scale per block of 32. Codes
-// lie within -127..127, so that a sign can be taken off. `whole` and `half`: the sums of the codes
-// of each block and half block; they are what a minimum or the code of zero is multiplied by.
+// Activations of n tokens as whole numbers. Two planes: nearly 16 bits, kPlane * high + low, and one
+// scale per token. One plane: 8 bits and a scale per block of 32. Codes lie within -127..127, so
+// that a sign can be taken off. `whole` and `half`: the sums of the codes of each block and half
+// block; they are what a minimum or the code of zero is multiplied by. All tokens of a block lie
+// together: a weight meets them one after the other.
 struct Codes {
-  int8_t* q;
-  float* scale;  // [n, blocks], or the first of each token's
-  float* whole;  // [n, blocks]
-  float* half;   // [n, 2 * blocks]
-  int64_t inputs, blocks;
-  int64_t plane;  // bytes from the high plane to the low one; 0 = there is one
+  int8_t* q;      // [blocks, n, planes, 32]
+  float* scale;   // [n], or [blocks, n] for one plane
+  float* whole;   // [blocks, n]
+  float* half;    // [blocks, n, 2]
+  int64_t inputs, tokens;
+  int32_t planes;  // 1 or 2
 };
 
 // Matrices one below the other, each of its own quantisation; all but the last have a multiple of 16
@@ -104,13 +106,33 @@ struct Keys {
   int64_t first, cached, total;  // positions first.. of `total` keys in all
 };
 
-struct Head {  // attention of one node and one K/V head over one segment
-  const float* q;                // [group, dim], scaled
-  const uint16_t *k, *v;         // of this head; `stride` halves from slot to slot
+// Attention of some nodes of one row and one K/V head over one segment. Keys that the nodes share are
+// read once; a node's sums are the same as if it were alone.
+struct Heads {
+  const uint16_t *k, *v;  // of this head; `stride` halves from slot to slot
   int64_t stride;
   int32_t group, dim;
   float softcap;
+  int32_t nodes;               // 1..kTogether
+  int64_t common;              // so many first keys are the same for all
+  int64_t from;                // first key of the segment
+  const float* q[kTogether];   // [group, dim], scaled
+  Keys keys[kTogether];
+  int64_t to[kTogether];       // end of the segment, or of the node's keys
+  float* out[kTogether];       // [group][dim] sums, then [group] maxima, then [group] denominators
 };
+
+static inline int64_t slot_at(const Keys& keys, int64_t i) {
+  return i < keys.cached ? keys.table[i] : keys.own[i - keys.cached];
+}
+
+// How many first keys of two nodes of a row are the same; they share the cached ones.
+static inline int64_t common_keys(const Keys& a, const Keys& b) {
+  const int64_t total = a.total < b.total ? a.total : b.total;
+  int64_t i = a.cached;
+  while (i < total && a.own[i - a.cached] == b.own[i - a.cached]) i++;
+  return i;
+}
 
 // How the next token of one place is drawn: temperature 0 = the largest logit; else noise that is
 // a hash of `key` and the token's id is added, as kernels/noise.py does.
@@ -130,8 +152,7 @@ struct Kernels {
   void (*rotate)(float* x, const float* rotation, int64_t dim);
   void (*gate)(float* gate, const float* up, int64_t size, int activation);
   void (*halves)(const float* x, int64_t size, uint16_t* out);
-  // out: [group][dim] sums, then [group] maxima, then [group] denominators
-  void (*attend)(const Head&, const Keys&, int64_t from, int64_t to, float* out);
+  void (*attend)(const Heads&);
   void (*merge)(const float* parts, int64_t count, int64_t stride, int group, int dim, float* out);
   void (*dequantise_row)(const Matrix&, int64_t row, float* out);
   // The `count` likeliest of x [size, padded to 16], which is used up: places and log-probabilities.

@@ -98,7 +98,7 @@ static inline void store_codes(int8_t* q, i8 code) {
 
 // The codes of one block; the sum of each half, whole numbers that a float holds.
 template <bool TWO>
-static inline void encode(const float* x, float inverse, int8_t* q, int64_t plane, float* sums) {
+static inline void encode(const float* x, float inverse, int8_t* q, float* sums) {
   f8 sum[2] = {};
   for (int i = 0; i < 4; i++) {
     const f8 whole = rounded8(load8(x + 8 * i) * all8(inverse));
@@ -106,7 +106,7 @@ static inline void encode(const float* x, float inverse, int8_t* q, int64_t plan
     if (TWO) {
       const f8 high = rounded8(whole * all8(1.0f / kPlane));
       const f8 low = whole - high * all8((float)kPlane);
-      store_codes(q + plane + 8 * i, __builtin_convertvector(low, i8));
+      store_codes(q + kBlock + 8 * i, __builtin_convertvector(low, i8));
       store_codes(q + 8 * i, __builtin_convertvector(high, i8));
     } else {
       store_codes(q + 8 * i, __builtin_convertvector(whole, i8));
@@ -117,12 +117,9 @@ static inline void encode(const float* x, float inverse, int8_t* q, int64_t plan
 }
 
 static void quantise(const float* x, const Codes& codes, int64_t token) {
-  int8_t* q = codes.q + token * codes.inputs;
-  float* scale = codes.scale + token * codes.blocks;
-  float* whole = codes.whole + token * codes.blocks;
-  float* half = codes.half + token * codes.blocks * 2;
+  const int64_t blocks = codes.inputs / kBlock;
   float inverse = 0.0f;
-  if (codes.plane) {
+  if (codes.planes == 2) {
     f8 most = all8(0.0f);
     for (int64_t i = 0; i < codes.inputs; i += 8) {
       const f8 size = size8(load8(x + i));
@@ -130,12 +127,14 @@ static void quantise(const float* x, const Codes& codes, int64_t token) {
     }
     const float peak = max8(most), top = 127.0f * kPlane;
     inverse = peak > 0 ? top / peak : 0.0f;
-    scale[0] = peak / top;
+    codes.scale[token] = peak / top;
   }
-  for (int64_t b = 0; b < codes.blocks; b++, x += kBlock, q += kBlock) {
-    float* sums = half + 2 * b;
-    if (codes.plane) {
-      encode<true>(x, inverse, q, codes.plane, sums);
+  int64_t at = token;
+  for (int64_t b = 0; b < blocks; b++, x += kBlock, at += codes.tokens) {
+    int8_t* q = codes.q + at * kBlock * codes.planes;
+    float* sums = codes.half + 2 * at;
+    if (codes.planes == 2) {
+      encode<true>(x, inverse, q, sums);
     } else {
       f8 most = all8(0.0f);
       for (int i = 0; i < 4; i++) {
@@ -143,10 +142,10 @@ static void quantise(const float* x, const Codes& codes, int64_t token) {
         most = larger8(size, most);
       }
       const float peak = max8(most);
-      scale[b] = peak / 127.0f;
-      encode<false>(x, peak > 0 ? 127.0f / peak : 0.0f, q, 0, sums);
+      codes.scale[at] = peak / 127.0f;
+      encode<false>(x, peak > 0 ? 127.0f / peak : 0.0f, q, sums);
     }
-    whole[b] = sums[0] + sums[1];
+    codes.whole[at] = sums[0] + sums[1];
   }
 }
 
@@ -217,94 +216,152 @@ static void halves(const float* x, int64_t size, uint16_t* out) {
   }
 }
 
-static inline int64_t slot_at(const Keys& keys, int64_t i) {
-  return i < keys.cached ? keys.table[i] : keys.own[i - keys.cached];
-}
-
-// Keys [from, to) of one node, chunk by chunk of absolute positions, so that the order of every sum
-// hangs on positions alone: whether a key was cached or is part of the tree changes no bit.
+// A node's keys are taken chunk by chunk of absolute positions, so that the order of every sum hangs
+// on positions alone: whether a key was cached or is part of the tree changes no bit.
 static inline void widen(const uint16_t* halves, int dim, float* out) {
   for (int d = 0; d < dim; d += 8) store8(out + d, from_half8(halves + d));
 }
 
+// Scores of keys [begin, begin + count) of a chunk against the queries of nodes [node, end).
 template <int G>
-static void attend_group(const Head& head, const Keys& keys, int64_t from, int64_t to,
-                         float* out) {
-  constexpr int kMost = G ? G : kMaxGroup;
-  const int group = G ? G : head.group, dim = head.dim;
-  float* sums = out;
-  float* tops = out + (int64_t)group * dim;
-  float* bottoms = tops + group;
-  for (int i = 0; i < group * dim; i++) sums[i] = 0.0f;
-  for (int g = 0; g < group; g++) tops[g] = -INFINITY, bottoms[g] = 0.0f;
-  float scores[kMost][kChunk];
+static inline void score(const Heads& h, int node, int end, const int64_t* slots, int begin,
+                         int count, float (*scores)[kChunk + 8]) {
+  const int group = G ? G : h.group, dim = h.dim;
   alignas(32) float wide[8][kMaxDim];
-  int64_t slots[kChunk];
-  while (from < to) {
-    const int64_t position = keys.first + from;
-    int64_t end = from + kChunk - position % kChunk;
-    if (end > to) end = to;
-    const int count = (int)(end - from);
-    for (int i = 0; i < count; i++) slots[i] = slot_at(keys, from + i) * head.stride;
-    for (int i = 0; i < count; i += 8) {  // eight keys at a time, widened once for all heads
-      const int keys = count - i < 8 ? count - i : 8;
-      for (int j = 0; j < 8; j++) widen(head.k + slots[i + (j < keys ? j : 0)], dim, wide[j]);
+  for (int i = 0; i < count; i += 8) {  // eight keys at a time, widened once for all heads
+    const int keys = count - i < 8 ? count - i : 8;
+    // Slots lie anywhere: what comes next is asked for in time.
+    for (int j = 0; j < keys; j++)
+      for (int d = 0; d < dim; d += 32) {
+        if (i + 8 + j < count) __builtin_prefetch(h.k + slots[i + 8 + j] + d);
+        __builtin_prefetch(h.v + slots[i + j] + d);
+      }
+    for (int j = 0; j < 8; j++) widen(h.k + slots[i + (j < keys ? j : 0)], dim, wide[j]);
+    for (int n = node; n < end; n++)
       for (int g = 0; g < group; g++) {
         f8 acc[8] = {};
         for (int d = 0; d < dim; d += 8) {
-          const f8 q = load8(head.q + g * dim + d);
+          const f8 q = load8(h.q[n] + g * dim + d);
           for (int j = 0; j < 8; j++) acc[j] = fma8(q, load8(wide[j] + d), acc[j]);
         }
-        store8(scores[g] + i, sums8(acc));
+        store8(scores[n * group + g] + begin + i, sums8(acc));
       }
-    }
-    const int padded = (count + 7) & ~7;
-    for (int g = 0; g < group; g++) {
-      float* s = scores[g];
-      if (head.softcap > 0)
-        for (int i = 0; i < count; i += 8)
-          store8(s + i, tanh8(load8(s + i) / all8(head.softcap)) * all8(head.softcap));
-      for (int i = count; i < padded; i++) s[i] = -INFINITY;
-      float top = tops[g];
-      for (int i = 0; i < count; i++) top = s[i] > top ? s[i] : top;
-      const float fade = scalar_exp(tops[g] - top);
-      f8 total = {};
-      for (int i = 0; i < padded; i += 8) {
-        const f8 p = exp8(load8(s + i) - all8(top));
-        store8(s + i, p);
-        total += p;
-      }
-      tops[g] = top;
-      bottoms[g] = bottoms[g] * fade + sum8(total);
-      for (int d = 0; d < dim; d += 8) {
-        f8 acc = load8(sums + g * dim + d) * all8(fade);
-        store8(sums + g * dim + d, acc);
-      }
-    }
-    for (int i = 0; i < count; i += 8) {
-      const int keys = count - i < 8 ? count - i : 8;
-      for (int j = 0; j < keys; j++) widen(head.v + slots[i + j], dim, wide[j]);
-      for (int g = 0; g < group; g++)
-        for (int d = 0; d < dim; d += 8) {
-          f8 acc = load8(sums + g * dim + d);
-          for (int j = 0; j < keys; j++) acc = fma8(all8(scores[g][i + j]), load8(wide[j] + d), acc);
-          store8(sums + g * dim + d, acc);
-        }
-    }
-    from = end;
   }
 }
 
-static void attend(const Head& head, const Keys& keys, int64_t from, int64_t to, float* out) {
-  switch (head.group) {
-    case 1: return attend_group<1>(head, keys, from, to, out);
-    case 2: return attend_group<2>(head, keys, from, to, out);
-    case 3: return attend_group<3>(head, keys, from, to, out);
-    case 4: return attend_group<4>(head, keys, from, to, out);
-    case 6: return attend_group<6>(head, keys, from, to, out);
-    case 7: return attend_group<7>(head, keys, from, to, out);
-    case 8: return attend_group<8>(head, keys, from, to, out);
-    default: return attend_group<0>(head, keys, from, to, out);
+// The same keys' values into the sums, key after key.
+template <int G>
+static inline void mix(const Heads& h, int node, int end, const int64_t* slots, int begin,
+                       int count, const float (*scores)[kChunk + 8]) {
+  const int group = G ? G : h.group, dim = h.dim;
+  alignas(32) float wide[8][kMaxDim];
+  for (int i = 0; i < count; i += 8) {
+    const int keys = count - i < 8 ? count - i : 8;
+    for (int j = 0; j < keys; j++) widen(h.v + slots[i + j], dim, wide[j]);
+    for (int n = node; n < end; n++)
+      for (int g = 0; g < group; g++) {
+        const float* weight = scores[n * group + g] + begin + i;
+        float* sums = h.out[n] + g * dim;
+        if (keys == 8) {
+          f8 by[8];
+          for (int j = 0; j < 8; j++) by[j] = all8(weight[j]);
+          for (int d = 0; d < dim; d += 8) {
+            f8 acc = load8(sums + d);
+            for (int j = 0; j < 8; j++) acc = fma8(by[j], load8(wide[j] + d), acc);
+            store8(sums + d, acc);
+          }
+        } else {
+          for (int d = 0; d < dim; d += 8) {
+            f8 acc = load8(sums + d);
+            for (int j = 0; j < keys; j++) acc = fma8(all8(weight[j]), load8(wide[j] + d), acc);
+            store8(sums + d, acc);
+          }
+        }
+      }
+  }
+}
+
+// Scores of a chunk into weights; what was summed before fades with the new maximum.
+static inline void soften(const Heads& h, float* s, int count, float* sums, float* top_of,
+                          float* bottom) {
+  const int padded = (count + 7) & ~7;
+  if (h.softcap > 0)
+    for (int i = 0; i < count; i += 8)
+      store8(s + i, tanh8(load8(s + i) / all8(h.softcap)) * all8(h.softcap));
+  for (int i = count; i < padded; i++) s[i] = -INFINITY;
+  f8 most = all8(*top_of);
+  for (int i = 0; i < padded; i += 8) {
+    const f8 v = load8(s + i);
+    most = larger8(v, most);
+  }
+  const float top = max8(most);
+  const float fade = scalar_exp(*top_of - top);
+  f8 total = {};
+  for (int i = 0; i < padded; i += 8) {
+    const f8 p = exp8(load8(s + i) - all8(top));
+    store8(s + i, p);
+    total += p;
+  }
+  *top_of = top;
+  *bottom = *bottom * fade + sum8(total);
+  for (int d = 0; d < h.dim; d += 8) store8(sums + d, load8(sums + d) * all8(fade));
+}
+
+template <int G>
+static void attend_group(const Heads& h) {
+  constexpr int kMost = (G ? G : kMaxGroup) * kTogether;
+  const int group = G ? G : h.group, dim = h.dim, size = group * dim;
+  float scores[kMost][kChunk + 8];
+  int64_t last = 0, slots[kChunk];
+  for (int n = 0; n < h.nodes; n++) {
+    float* out = h.out[n];
+    for (int i = 0; i < size; i++) out[i] = 0.0f;
+    for (int g = 0; g < group; g++) out[size + g] = -INFINITY, out[size + group + g] = 0.0f;
+    last = h.to[n] > last ? h.to[n] : last;
+  }
+  for (int64_t begin = h.from, end; begin < last; begin = end) {
+    end = begin + kChunk - (h.keys[0].first + begin) % kChunk;
+    const int64_t border = h.common < end ? h.common : end;  // up to it keys are shared
+    const int shared = border > begin ? (int)(border - begin) : 0;
+    const auto own = [&](int n) {
+      const int64_t to = h.to[n] < end ? h.to[n] : end;
+      return to > begin + shared ? (int)(to - begin) - shared : 0;
+    };
+    const auto fetch = [&](int n, int skip, int count) {
+      for (int i = 0; i < count; i++)
+        slots[i] = slot_at(h.keys[n], begin + skip + i) * h.stride;
+    };
+    fetch(0, 0, shared);
+    score<G>(h, 0, h.nodes, slots, 0, shared, scores);
+    for (int n = 0; n < h.nodes; n++) {
+      const int more = own(n), count = shared + more;
+      if (!count) continue;
+      fetch(n, shared, more);
+      score<G>(h, n, n + 1, slots, shared, more, scores);
+      for (int g = 0; g < group; g++)
+        soften(h, scores[n * group + g], count, h.out[n] + g * dim, h.out[n] + size + g,
+               h.out[n] + size + group + g);
+    }
+    fetch(0, 0, shared);
+    mix<G>(h, 0, h.nodes, slots, 0, shared, scores);
+    for (int n = 0; n < h.nodes; n++) {
+      const int more = own(n);
+      fetch(n, shared, more);
+      mix<G>(h, n, n + 1, slots, shared, more, scores);
+    }
+  }
+}
+
+static void attend(const Heads& h) {
+  switch (h.group) {
+    case 1: return attend_group<1>(h);
+    case 2: return attend_group<2>(h);
+    case 3: return attend_group<3>(h);
+    case 4: return attend_group<4>(h);
+    case 6: return attend_group<6>(h);
+    case 7: return attend_group<7>(h);
+    case 8: return attend_group<8>(h);
+    default: return attend_group<0>(h);
   }
 }
 

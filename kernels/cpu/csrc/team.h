@@ -74,35 +74,49 @@ class Team {
     meet();
   }
 
+  int size() const { return pool_.size(); }
+
+  // f(i) for i of [0, count), taken as they come: pieces differ, and another program may hold one of
+  // the cores.
+  template <typename F>
+  void taken(int thread, int64_t count, const F& f) {
+    pieces(thread, count, 1, [&](int64_t from, int64_t) { f(from); });
+  }
+
   // out [tokens, stride] (+)= the stack's rows times x.
   void linear(int thread, const Stack& stack, const Codes& x, int64_t tokens, float* out,
               int64_t stride, bool add) {
     int all = 0;
     for (int p = 0; p < stack.count; p++) all += groups(stack.parts[p]);
-    // Pieces of some groups each, taken as they come: another program may hold one of the cores.
-    const int threads = active_;
-    std::atomic<int64_t>& ticket = tickets_[turns_[thread].value++ & 1];
-    const int piece = threads == 1 ? all : all / (threads * 8) > 1 ? all / (threads * 8) : 1;
-    for (;;) {
-      const int64_t from = ticket.fetch_add(piece, std::memory_order_relaxed);
-      if (from >= all) break;
-      const int to = from + piece < all ? (int)(from + piece) : all;
+    const int piece = active_ == 1 ? all : all / (active_ * 8) > 1 ? all / (active_ * 8) : 1;
+    pieces(thread, all, piece, [&](int64_t from, int64_t to) {
       int begin = 0;
       for (int p = 0; p < stack.count; p++) {
         const Matrix& m = stack.parts[p];
         const int size = groups(m);
         const int low = from > begin ? (int)from - begin : 0;
-        const int high = to - begin < size ? to - begin : size;
+        const int high = to - begin < size ? (int)to - begin : size;
         if (low < high)
           kernels_.linear(m, x, tokens, out + (int64_t)begin * kRows, stride, add, low, high);
         begin += size;
       }
+    });
+  }
+
+ private:
+  // f(from, to) for pieces of [0, count).
+  template <typename F>
+  void pieces(int thread, int64_t count, int64_t piece, const F& f) {
+    std::atomic<int64_t>& ticket = tickets_[turns_[thread].value++ & 1];
+    for (;;) {
+      const int64_t from = ticket.fetch_add(piece, std::memory_order_relaxed);
+      if (from >= count) break;
+      f(from, from + piece < count ? from + piece : count);
     }
     meet();
     if (thread == 0) ticket.store(0, std::memory_order_relaxed);
   }
 
- private:
   struct alignas(64) Turn {
     int value = 0;
   };
