@@ -1,8 +1,9 @@
-"""One program three ways: compiled, interpreted, and as plain calls of OpenAI's HTTP in a row.
+"""One program four ways: run by the server, compiled here, interpreted, and as OpenAI's HTTP calls.
 
-The program extracts from a ticket, with two slow pages and two branches. All three ask the same of
-the same server, by turns, with other tickets each time; every page takes `--page-s` to come. Run it
-as `python -m spec_serve.bench.programs --url ws://host:port`. Starts no server.
+The program is the extraction of docs/programs.md: a form filled in by choices, two look-ups that
+take `--page-s` each, and four answers. All ways ask the same of the same server, by turns, with
+another ticket each time; and once more with look-ups that take no time, so that the gain comes
+apart. Run it as `python -m spec_serve.bench.programs --url ws://host:port`. Starts no server.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import spec_serve.lang as ss
-from spec_serve.client import Client
+from spec_serve.client import Client, GenerationEvent
+from spec_serve.lang.backend import ClientBackend
+from spec_serve.lang.conversation import Question
 
 SYSTEM = "You sort the tickets of a help desk. You answer in a few words. " * 8
-STEPS = ("Sum it up.", "Name one step.", "Who is to be asked?", "How urgent is it?")
+FORM = {
+    "topic": ["billing", "network", "database"],
+    "urgency": ["low", "high"],
+    "team": ["office", "operations", "development"],
+}
+ASKED = ("Sum it up.", "Name one step.", "Who is to be asked?", "What does the customer lose?")
+TICKET = "Query {:05d} on table {} is slow since the migration."
 LIMIT = 16
+WAYS = ("beside", "compiled", "interpreted", "plain")
 
 
 class Pages:
-    """Pages that take their time."""
+    """Look-ups that take their time."""
 
     def __init__(self, page_s: float) -> None:
         self.page_s = page_s
@@ -37,27 +47,49 @@ class Pages:
         return f"{name}: rebuild the indexes after a migration."
 
 
+class Here:
+    """A backend whose server runs no programs: each operation is asked for by itself."""
+
+    def __init__(self, inner: ClientBackend) -> None:
+        self._inner = inner
+
+    async def pieces(self, question: Question) -> list[list[int]]:
+        """As the inner one."""
+        return await self._inner.pieces(question)
+
+    def generate(
+        self, token_ids: list[int], options: dict[str, Any]
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """As the inner one."""
+        return self._inner.generate(token_ids, options)
+
+    async def score(
+        self, token_ids: list[int], continuations: list[list[int]]
+    ) -> list[list[float]]:
+        """As the inner one."""
+        return await self._inner.score(token_ids, continuations)
+
+
 def program(fetch: Callable[[str], Awaitable[str]]) -> ss.Program:
     """As somebody writes it who takes everything in order."""
 
     @ss.program
     async def extract(s: ss.State, ticket: str) -> Any:
         s += ss.system(SYSTEM)
-        s += ss.user("Ticket: ", ticket, "\n" + STEPS[0])
-        s += ss.assistant(ss.gen("sum", max_tokens=LIMIT, stop="\n"))
-        await s["sum"]
+        s += ss.user("Ticket: ", ticket, "\nFill in the form.")
+        form = [(f"\n{name}: ", ss.select(name, choices)) for name, choices in FORM.items()]
+        s += ss.assistant("The form", form)
+        for name in FORM:
+            await s[name]
         notes = await s.call(fetch, "notes")
-        s += ss.user("Notes: ", notes, "\n" + STEPS[1])
-        s += ss.assistant(ss.gen("step", max_tokens=LIMIT, stop="\n"))
-        await s["step"]
         people = await s.call(fetch, "people")
-        with s.fork(2) as branches:
-            branches[0] += ss.user("People: ", people, "\n" + STEPS[2])
-            branches[1] += ss.user(STEPS[3])
-            for branch in branches:
-                branch += ss.assistant(ss.gen("x", max_tokens=LIMIT, stop="\n"))
+        s += ss.user("Notes: ", notes, "\nPeople: ", people)
+        with s.fork(len(ASKED)) as branches:
+            for branch, question in zip(branches, ASKED, strict=True):
+                branch += ss.user(question)
+                branch += ss.assistant(ss.gen("x", max_tokens=LIMIT, ignore_eos=True))
         await branches.join()
-        return [s["sum"], s["step"], branches[0]["x"], branches[1]["x"]]
+        return [*(s[name] for name in FORM), *(branch["x"] for branch in branches)]
 
     return extract
 
@@ -66,8 +98,14 @@ async def plain(http: str, fetch: Callable[[str], Awaitable[str]], ticket: str) 
     """The same by chat completions, one after the other."""
     turns = [{"role": "system", "content": SYSTEM}]
 
-    def ask(messages: list[dict[str, str]]) -> str:
-        body = {"model": "", "messages": messages, "max_tokens": LIMIT, "stop": ["\n"]}
+    def ask(messages: list[dict[str, str]], choices: list[str] | None) -> str:
+        body: dict[str, Any] = {"model": "", "messages": messages, "max_tokens": LIMIT}
+        if choices is None:
+            body["ignore_eos"] = True  # so that all ways have the same work
+        else:
+            schema = {"type": "string", "enum": choices}
+            told = {"name": "choice", "schema": schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": told}
         request = urllib.request.Request(
             f"{http}/v1/chat/completions", json.dumps(body).encode(),
             {"content-type": "application/json"},
@@ -75,56 +113,80 @@ async def plain(http: str, fetch: Callable[[str], Awaitable[str]], ticket: str) 
         with urllib.request.urlopen(request, timeout=120) as answer:
             return str(json.load(answer)["choices"][0]["message"]["content"])
 
-    async def chat(text: str, keep: bool = True) -> str:
+    async def chat(text: str, choices: list[str] | None = None, keep: bool = True) -> str:
         messages = [*turns, {"role": "user", "content": text}]
-        said = await asyncio.to_thread(ask, messages)
+        said = await asyncio.to_thread(ask, messages, choices)
         if keep:
             turns[:] = [*messages, {"role": "assistant", "content": said}]
         return said
 
-    found = [await chat(f"Ticket: {ticket}\n{STEPS[0]}")]
-    found.append(await chat(f"Notes: {await fetch('notes')}\n{STEPS[1]}"))
+    found: list[str] = []
+    for name, choices in FORM.items():
+        asked = f"Ticket: {ticket}\nFill in the form: {name}" if not found else f"And {name}?"
+        found.append(await chat(asked, choices))
+    notes = await fetch("notes")
     people = await fetch("people")
-    found.append(await chat(f"People: {people}\n{STEPS[2]}", keep=False))
-    found.append(await chat(STEPS[3], keep=False))
-    return found
+    seen = f"Notes: {notes}\nPeople: {people}\n"
+    return [*found, *[await chat(seen + question, keep=False) for question in ASKED]]
+
+
+Times = dict[str, list[float]]
+
+
+async def rounds_of(client: Client, page_s: float, rounds: int, first: int) -> tuple[Times, float]:
+    """Seconds of each way, and of compiling. Raises AssertionError if answers differ."""
+    pages = Pages(page_s)
+    extract = program(pages.fetch)
+    times: Times = {name: [] for name in WAYS}
+    http = client.url.replace("ws", "http", 1).removesuffix("/v1/stream")
+    here = Here(ClientBackend(client))
+    began = time.perf_counter()
+    graph = await extract.acompile(on=client)
+    compile_s = time.perf_counter() - began
+    ways: dict[str, Callable[[str], Awaitable[Any]]] = {
+        "beside": lambda ticket: graph.arun(ticket, on=client),
+        "compiled": lambda ticket: graph.arun(ticket, on=here),
+        "interpreted": lambda ticket: extract.arun(ticket, on=client),
+        "plain": lambda ticket: plain(http, pages.fetch, ticket),
+    }
+    number = first
+    for place in range(rounds):
+        for name in WAYS[place % len(WAYS) :] + WAYS[: place % len(WAYS)]:
+            number += 1  # no way finds another one's ticket in the cache
+            began = time.perf_counter()
+            await ways[name](TICKET.format(number, number * 7 % 10))
+            times[name].append(time.perf_counter() - began)
+    same = [await ways[name](TICKET.format(first, 0)) for name in WAYS if name != "plain"]
+    if any(found.value != same[0].value for found in same):
+        raise AssertionError(f"answers differ: {[found.value for found in same]}")
+    return times, compile_s
 
 
 async def measured(url: str, page_s: float, rounds: int) -> dict[str, Any]:
-    """Seconds of each way, medians, and ratios to plain calls. Raises if answers differ."""
-    pages = Pages(page_s)
-    extract = program(pages.fetch)
-    times: dict[str, list[float]] = {"compiled": [], "interpreted": [], "plain": []}
+    """Medians of each way, their ratios, and the parts of the gain, in seconds."""
     async with Client(url) as client:
-        http = client.url.replace("ws", "http", 1).removesuffix("/v1/stream")
-        began = time.perf_counter()
-        graph = await extract.acompile(on=client)
-        compile_s = time.perf_counter() - began
-        for number in range(rounds):
-            ticket = f"Query {number} on table {number * 7 % 10} is slow since the migration."
-            ways: dict[str, Callable[[], Awaitable[Any]]] = {
-                "compiled": lambda t=ticket: graph.arun(t, on=client),  # type: ignore[misc]
-                "interpreted": lambda t=ticket: extract.arun(t, on=client),  # type: ignore[misc]
-                "plain": lambda t=ticket: plain(http, pages.fetch, t),  # type: ignore[misc]
-            }
-            # Each goes first in turn: who comes later finds the prompt in the cache.
-            names = list(ways)
-            order = names[number % 3 :] + names[: number % 3]
-            said = {}
-            for name in order:
-                began = time.perf_counter()
-                found = await ways[name]()
-                times[name].append(time.perf_counter() - began)
-                said[name] = found if name == "plain" else found.value
-            if said["compiled"] != said["interpreted"]:
-                raise AssertionError(f"answers differ: {said}")
-    medians = {name: statistics.median(found) for name, found in times.items()}
+        times, compile_s = await rounds_of(client, page_s, rounds, 0)
+        at_once, _ = await rounds_of(client, 0.0, rounds, 50_000)
+    whole = {name: statistics.median(found) for name, found in times.items()}
+    model = {name: statistics.median(found) for name, found in at_once.items()}
+    hidden = (whole["interpreted"] - model["interpreted"]) - (whole["beside"] - model["beside"])
+    parts = {
+        "look-ups overlapped": hidden,
+        "operations known at once, prompts encoded ahead": model["interpreted"] - model["compiled"],
+        "beside the engine": model["compiled"] - model["beside"],
+        "choices as one tree, branches side by side, no HTTP": (
+            model["plain"] - model["interpreted"]
+        ),
+    }
     return {
-        **{f"{name}_s": round(value, 3) for name, value in medians.items()},
+        "seconds": {name: round(value, 3) for name, value in whole.items()},
+        "without_look_ups": {name: round(value, 3) for name, value in model.items()},
         "compile_s": round(compile_s, 3),
-        "compiled_to_interpreted": round(medians["compiled"] / medians["interpreted"], 3),
-        "compiled_to_plain": round(medians["compiled"] / medians["plain"], 3),
-        "pages_s": 2 * page_s,
+        "to_interpreted": round(whole["beside"] / whole["interpreted"], 3),
+        "to_plain": round(whole["beside"] / whole["plain"], 3),
+        "gain_s": {name: round(value, 3) for name, value in parts.items()},
+        "look_ups_s": 2 * page_s,
+        "rounds": rounds,
     }
 
 
@@ -132,8 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
     """One line of JSON."""
     parser = argparse.ArgumentParser(prog="programs", description=__doc__)
     parser.add_argument("--url", required=True, help="ws://host:port of a running server")
-    parser.add_argument("--page-s", type=float, default=0.5, help="seconds a page takes")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--page-s", type=float, default=0.5, help="seconds a look-up takes")
+    parser.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args(arguments)
     print(json.dumps(asyncio.run(measured(given.url, given.page_s, given.rounds))))
     return 0

@@ -35,11 +35,12 @@ from spec_serve.lang.parts import (
     Ref,
     Select,
 )
-from spec_serve.lang.scoring import best, scored
+from spec_serve.lang.scoring import best, common, scored
 from spec_serve.lang.values import read, written
 from spec_serve.lang.variables import Thread, Variable, keys
 
 MOST_DONE = 100_000  # operations of one run: loops within loops come to an end
+AGAIN = 16  # tokens that states of a fork rather wait for than compute each for itself
 MOST_CHARS = 64 << 20  # of text written into states by one run
 
 # A call, its number, and the numbers of what its arguments refer to: None = they say it themselves.
@@ -228,9 +229,15 @@ class Doing:
         if not prompt:
             raise ProgramError("there is nothing to go on from: write some text first")
         answer, constraint, hidden = Answer(), None, len(begun)
-        async with aclosing(self._backend.generate(prompt, requested(item, begun, cut))) as found:
+        options = requested(item, begun, cut)
+        async with (
+            self._turn(thread, prompt) as computed,
+            aclosing(self._backend.generate(prompt, options)) as found,
+        ):
             async for event in found:
                 answer.add(event)
+                if isinstance(event, m.Delta):
+                    computed()
                 if isinstance(event, m.Finished) and event.index == 0:
                     constraint = event.constraint
                 if not isinstance(event, m.Delta) or event.index:
@@ -243,6 +250,7 @@ class Doing:
                     told = e.Delta(variable.path, variable.name, text, tuple(event.ids))
                     self.tell(told)
         ids, shown, rest = kept(answer)
+        thread.known = len(prompt) + len(ids)
         held.fill(ids, shown[len(begun) :], pieces[-1], cut)
         held.add(rest)
         variable.meta = meta_of(answer, ids, constraint)
@@ -255,13 +263,36 @@ class Doing:
         held, variable = thread.conversation, self._new(thread, item.key)
         asked = [self.pieces(held.question(choice)) for choice in item.choices]
         prompts = [held.prompt(pieces) for pieces in await asyncio.gather(*asked)]
-        start, scores = await scored(self._backend, prompts)
+        start = common(prompts)
+        async with self._turn(thread, prompts[0][:start]):
+            scores = await scored(self._backend, prompts, start)
+        thread.known = start
         chosen = best(item, [ids[start:] for ids in prompts], scores)
         variable.text = text = item.choices[chosen]
         held.add(text)
         sums = {c: sum(found) for c, found in zip(item.choices, scores, strict=True)}
         variable.meta = e.Meta(ids=tuple(prompts[chosen][start:]), scores=sums)
         self._finish(variable, text)
+
+    @asynccontextmanager
+    async def _turn(self, thread: Thread, prompt: list[int]) -> AsyncIterator[Callable[[], None]]:
+        """Around a state's request: after a fork the first one computes what all begin with.
+
+        What is given is to be called once the prompt is computed.
+        """
+        kin, thread.kin = thread.kin, None
+        if kin is None:
+            yield lambda: None
+        elif kin.lead is None:
+            kin.lead = prompt
+            try:
+                yield kin.begun.set
+            finally:
+                kin.begun.set()
+        else:
+            if common([kin.lead, prompt]) - kin.known >= AGAIN:
+                await kin.begun.wait()
+            yield lambda: None
 
     def call(
         self, op: Call, held: Variable, thread: Thread | None = None

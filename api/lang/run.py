@@ -18,7 +18,7 @@ from spec_serve.lang.conversation import Conversation, Question
 from spec_serve.lang.parts import Call, Fork, Op, ProgramError, every
 from spec_serve.lang.performing import Doing, Far
 from spec_serve.lang.state import State, Value
-from spec_serve.lang.variables import Queued, Thread, Variable, keys
+from spec_serve.lang.variables import Kin, Queued, Thread, Variable, keys
 
 
 class Run:
@@ -237,8 +237,11 @@ class Run:
                         if not op.done():
                             op.set_result(None)
                     elif isinstance(op, Fork):
+                        kin = Kin(thread.known)
                         for child in op.children:
-                            self._threads[child].start.set_result(thread.conversation.copy())
+                            begun = self._threads[child]
+                            begun.known, begun.kin = thread.known, kin
+                            begun.start.set_result(thread.conversation.copy())
                     else:
                         await self._doing.perform(thread, op)
                 except Exception as error:

@@ -24,20 +24,19 @@ def common(lists: Sequence[Sequence[int]]) -> int:
     return shortest
 
 
-async def scored(backend: Backend, prompts: list[list[int]]) -> tuple[int, list[list[float]]]:
-    """Where the prompts part, and each one's log-probabilities from there on.
+async def scored(backend: Backend, prompts: list[list[int]], start: int) -> list[list[float]]:
+    """Each prompt's log-probabilities from `start` on, which is where they part.
 
     Raises ProgramError where they have no beginning in common.
     """
-    start = common(prompts)
     if start == 0:
         raise ProgramError("there is nothing to choose behind: write some text first")
     tails = [ids[start:] for ids in prompts]
     wanted = [tail for tail in tails if tail]
-    if len(wanted) < 1:
-        return start, [[] for _ in prompts]
+    if not wanted:
+        return [[] for _ in prompts]
     found = iter(await backend.score(prompts[0][:start], wanted))
-    return start, [next(found) if tail else [] for tail in tails]
+    return [next(found) if tail else [] for tail in tails]
 
 
 def best(select: Select, tokens: list[list[int]], scores: list[list[float]]) -> int:

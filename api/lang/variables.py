@@ -66,6 +66,18 @@ class Variable:
         self.hush()
 
 
+@dataclass(slots=True, eq=False)
+class Kin:
+    """States of one fork. known: ids of the parent that its server has computed.
+
+    lead: the prompt of the first of them to ask; begun: set once the server has computed it.
+    """
+
+    known: int
+    lead: list[int] | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 Queued = Append | Fork | Cond | Loop | asyncio.Future[None] | None
 
 
@@ -74,6 +86,7 @@ class Thread:
     """A state at work. told: its failure has reached the program.
 
     frame, before: while a body runs, the values its keys have, and what they stand for otherwise.
+    known: ids that the server has computed. kin: of the fork it comes from, until it first asks.
     """
 
     path: str
@@ -83,6 +96,8 @@ class Thread:
     failed: BaseException | None = None
     told: bool = False
     task: asyncio.Task[None] | None = None
+    known: int = 0
+    kin: Kin | None = None
     depth: int = 0
     frame: dict[str, Variable] = field(default_factory=dict)
     before: dict[str, str] = field(default_factory=dict)
