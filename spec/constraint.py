@@ -28,13 +28,14 @@ WITHIN_S = 0.005  # for the masks of one choice's guesses; others wait meanwhile
 class _Place(NamedTuple):
     """What is known of a node. ahead: tokens that must follow it, one after the other (empty where
     there is a choice, or bounds have a say). mask: what may follow; unless `found`, the matcher
-    still has to be asked for it."""
+    still has to be asked for it. failed: what it gave up with."""
 
     ahead: Sequence[int]
     mask: Mask | None
     found: bool = True
     matcher: Matcher | None = None
     counted: Counted | None = None
+    failed: str = ""
 
 
 _END = _Place((), None)
@@ -101,7 +102,7 @@ class Walk:
                 place, at = self._root, -2
             else:
                 place = self._asked(at)
-                self.over = place.mask is None
+                self.failed, self.over = place.failed, place.mask is None
             if self.over:
                 return count
         self._root = place
@@ -137,8 +138,8 @@ class Walk:
             assert place.matcher is not None and place.counted is not None
             try:
                 place = _Place((), self._mask(place.matcher, place.counted))
-            except MatchError as error:
-                self.failed, place = str(error), _END
+            except MatchError as error:  # matters only if the choice comes here
+                place = _END._replace(failed=str(error))
             self._nodes[node] = place
         return place
 

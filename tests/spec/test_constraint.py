@@ -13,7 +13,7 @@ from spec_serve.draft.mix import Candidates
 from spec_serve.spec import constraint as constraint_module
 from spec_serve.spec.compiler import compiler_of
 from spec_serve.spec.constraint import Walk, _holds, _single
-from spec_serve.spec.grammar import Matcher
+from spec_serve.spec.grammar import Matcher, MatchError
 from spec_serve.spec.request import Constraint, Speculation
 from tests.engines import prompts, request, run
 from tests.grammars import NESTED, SIX, constrained, spelling, text
@@ -422,3 +422,21 @@ def test_what_is_forced_may_be_left_free_and_digits_are_ascii() -> None:
         assert matcher.copy().advance(ids("é")[0]) == (kind == "regex")
         if kind == "json_schema":
             assert all(map(matcher.advance, ids('x":{"pattern":"\\\\d"}}'))) and matcher.complete
+
+
+def test_a_guess_the_matcher_gives_up_at_fails_only_who_follows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gives_up(self: Matcher) -> Any:
+        raise MatchError("too much")
+
+    good, bad = ids("4"), ids("7")
+    for followed in (good, bad):
+        on = walk(SIX["expressions"])
+        kept = on.prune(tree([bad]), 8, 8)
+        with monkeypatch.context() as broken:
+            broken.setattr(Matcher, "allowed", gives_up)
+            assert on.masks(range(len(kept)))[1] is None
+        assert on.failed == "" and not on.over
+        assert on.take(followed) == 1
+        assert (on.failed, on.over) == (("too much", True) if followed is bad else ("", False))
