@@ -8,12 +8,10 @@ nodes are always closed under parents). Knows numbers only: no rows, no tensors,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from spec_serve.draft.base import Plan
 from spec_serve.draft.cost import CostCurve
 
-GAIN = 1.04  # a tree must promise this much over plain decoding before it is worth the risk
+GAIN = 1.05  # a tree must promise this much over plain decoding before it is worth the risk
 
 
 class Calibration:
@@ -92,7 +90,7 @@ class Purse:
 
     __slots__ = ("held",)
 
-    EARNED = 0.015
+    EARNED = 0.02
     STAKE = 1.0
     MOST = 12.0
 
@@ -117,69 +115,3 @@ class Purse:
     def settle(self, tokens: int, won: float, bet: float) -> None:
         """A step of the row gave `tokens` tokens; `won` guesses were right, for a bet of `bet`."""
         self.held = min(self.held + won - bet + tokens * self.EARNED, self.MOST)
-
-
-@dataclass(slots=True)
-class Chooser:
-    """Decides how large a device drafter may grow, and when it is not worth running at all.
-
-    target, draft: their cost curves. Rechecks every `PERIOD` steps; a drafter that does not pay is
-    tried again for a few steps every `REPROBE` steps.
-    """
-
-    target: CostCurve
-    draft: CostCurve | None
-    calibration: Calibration
-    name: str
-    max_nodes: int
-    _plan: Plan = Plan(0, 0, 0)
-    _step: int = 0
-    _until: int = 0
-    _probe_until: int = 24
-    fixed: Plan | None = None  # always grow this (tests, acceptance measurements)
-
-    PERIOD = 16
-    REPROBE = 400
-    PROBE = 6
-    SHAPES = (*((d, 1) for d in (1, 2, 3, 4, 5, 6, 8)), (2, 2), (3, 2), (4, 3), (5, 4))
-
-    def plan(self, rows: int) -> Plan:
-        """The plan for this step, with `rows` rows to draft for."""
-        if self.fixed is not None:
-            return self.fixed
-        if self.draft is None or self.max_nodes == 0:
-            return Plan(0, 0, 0)
-        self._step += 1
-        if self._step >= self._until:
-            self._until = self._step + self.PERIOD
-            self._plan = self._decide(rows)
-            if self._plan.nodes == 0 and self._step >= self._probe_until + self.REPROBE:
-                self._probe_until = self._step + self.PROBE
-                self._until = self._probe_until
-        if self._step <= self._probe_until and self._plan.nodes == 0:
-            return Plan(min(3, self.max_nodes), 1, min(3, self.max_nodes))
-        return self._plan
-
-    def full(self) -> Plan:
-        """The largest sensible tree (mode max)."""
-        if self.fixed is not None:
-            return self.fixed
-        return Plan(min(8, self.max_nodes), min(4, self.max_nodes), self.max_nodes)
-
-    def _decide(self, rows: int) -> Plan:
-        assert self.draft is not None
-        best, best_rate = Plan(0, 0, 0), rows / self.target.at(rows) * GAIN
-        for depth, width in self.SHAPES:
-            nodes = depth * width
-            if nodes > self.max_nodes:
-                continue
-            reach, tokens = 1.0, 1.0
-            for level in range(1, depth + 1):
-                rate = self.calibration.rate(self.name, level, 0.7)
-                reach *= min(1.0, rate * (1.0 + 0.12 * (width - 1)))
-                tokens += reach
-            ms = self.draft.at(2 * rows) + (depth - 1) * self.draft.at(width * rows)
-            speed = rows * tokens / (ms + self.target.at(rows * (1 + nodes)))
-            if speed > best_rate:
-                best, best_rate = Plan(depth, width, nodes), speed
-        return best

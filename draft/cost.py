@@ -18,6 +18,7 @@ _JITTER = 0.15**2  # variance of the logarithm of one timing
 _DRIFT = 0.03**2  # of the machine's speed from one timing to the next
 _START = 0.2**2  # of its speed at first
 _DOUBT = 0.15**2  # of a size's measured cost against that of half as many nodes
+_CONTEXT = 0.5**2  # of the measured cost of context
 _RECALL = 0.02  # share of the errors that is forgotten every `_EVERY` timings, as doubt returns
 _EVERY = 64
 _CLIP = 2.0  # standard deviations one timing counts as at most
@@ -41,14 +42,16 @@ class CostCurve:
         self._sizes = [n for n, _ in points]
         self._ms = [ms for _, ms in points]
         self.per_row, self.per_node = per_row, per_node
-        # The logarithms of the machine's slowness now and of each size's error, and what is not
-        # known of them. The smallest size is the measure of the speed: it has no error of its own.
-        self._state = [0.0] * (len(points) + 1)
-        walk = [log2(n / points[0][0]) for n, _ in points]
-        self._prior = [[_DOUBT * min(a, b) for b in [0.0, *walk]] for a in [0.0, *walk]]
+        # The logarithms of the machine's slowness now, of each size's error and of the context's,
+        # and what is not known of them. The smallest size is the measure of the speed: it has no
+        # error of its own.
+        self._state = [0.0] * (len(points) + 2)
+        walk = [0.0, *(log2(n / points[0][0]) for n, _ in points), 0.0]
+        self._prior = [[_DOUBT * min(a, b) for b in walk] for a in walk]
+        self._prior[-1][-1] = _CONTEXT
         self._doubt = [list(line) for line in self._prior]
         self._doubt[0][0] = _START
-        self._pace = 1.0
+        self._pace = self._far = 1.0
         self._seen = 0
         self._table: list[float] = []
         self._places: list[tuple[int, float]] = []  # per n: the point below, share of the next
@@ -60,7 +63,7 @@ class CostCurve:
 
     def _rebuild(self) -> None:
         """The cost of each n at the measured speed; more nodes never cost less."""
-        ms = [ms * exp(error) for ms, error in zip(self._ms, self._state[1:], strict=True)]
+        ms = [ms * exp(error) for ms, error in zip(self._ms, self._state[1:-1], strict=True)]
         ms = [*accumulate(ms, max)]
         steps = [*(b - a for a, b in pairwise(ms)), 0.0]
         self._table = [0.0, *(ms[low] + share * steps[low] for low, share in self._places)]
@@ -76,7 +79,8 @@ class CostCurve:
             return 0.0
         table = self._table
         ms = table[n] if n < len(table) else table[-1] * n / (len(table) - 1)
-        return (ms + context * (self.per_row * rows + self.per_node * n)) * self._pace
+        far = context * (self.per_row * rows + self.per_node * n) * self._far
+        return (ms + far) * self._pace
 
     def observe(self, n: int, ms: float, context: float = 0.0, rows: int = 1) -> None:
         """A live forward took ms."""
@@ -85,18 +89,22 @@ class CostCurve:
         low, share = self._places[n - 1]
         state, doubt = self._state, self._doubt
         doubt[0][0] += _DRIFT
-        # What the timing measures: the speed, and the errors of the sizes it lies between.
-        i, j, rest = low + 1, min(low + 2, len(state) - 1), 1.0 - share
-        seen = [line[0] + rest * line[i] + share * line[j] for line in doubt]
-        variance = seen[0] + rest * seen[i] + share * seen[j] + _JITTER
+        # What the timing measures: the speed, the errors of the sizes it lies between, and the
+        # context's, as far as they weigh in it.
+        expected = self.at(n, context, rows)
+        near = self.at(n) / expected
+        i, j, far = low + 1, low + 1 + (share > 0), 1.0 - near
+        parts = ((0, 1.0), (i, near * (1.0 - share)), (j, near * share), (-1, far))
+        seen = [sum(weight * line[k] for k, weight in parts) for line in doubt]
+        variance = sum(weight * seen[k] for k, weight in parts) + _JITTER
         most = _CLIP * sqrt(variance)
-        off = min(max(log(ms / self.at(n, context, rows)), -most), most)
+        off = min(max(log(ms / expected), -most), most)
         for k, known in enumerate(seen):
             if known:
                 gain = known / variance
                 state[k] += gain * off
                 doubt[k] = [d - gain * s for d, s in zip(doubt[k], seen, strict=True)]
-        self._pace = exp(state[0])
+        self._pace, self._far = exp(state[0]), exp(state[-1])
         self._seen += 1
         if self._seen % _EVERY == 0:
             self._forget()
@@ -111,8 +119,3 @@ class CostCurve:
                 known + _RECALL * (prior - known)
                 for known, prior in zip(self._doubt[k], self._prior[k], strict=True)
             ]
-
-    def rescale(self, ratio: float) -> None:
-        """All sizes cost `ratio` times what was believed; moves a twentieth of the way."""
-        self._state[0] += log(1.0 + (min(max(ratio, 0.5), 2.0) - 1.0) * 0.05)
-        self._pace = exp(self._state[0])

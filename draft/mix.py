@@ -111,7 +111,7 @@ class Candidates:
         for token, parent, score in zip(tokens, parents, scores, strict=True):
             above = scores[parent] if parent >= 0 else 0.0
             estimate = min(exp(min(score - above, 0.0)), LIKELY)
-            kind = f"{name}:{int(estimate * 10)}"
+            kind = tree_kind(name, score - above)
             at = where[parent] if parent >= 0 else -1
             level = 1 if at < 0 else self.depths[at] + 1
             if level > depth or (parent >= 0 and at < 0):
@@ -151,6 +151,11 @@ class Candidates:
             tokens.append(self.tokens[i])
             parents.append(place[self.parents[i]])
         return TokenTree(tokens, parents, top + 1), chosen
+
+
+def tree_kind(name: str, score: float) -> str:
+    """What a node of a device drafter's tree is calibrated by: tenths of its own probability."""
+    return f"{name}:{int(min(exp(min(score, 0.0)), LIKELY) * 10)}"
 
 
 def is_ordered(reach: Sequence[float]) -> bool:

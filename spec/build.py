@@ -15,7 +15,8 @@ from spec_serve.cache.pool import TRASH
 from spec_serve.cache.store import KVStore, RowKV
 from spec_serve.cache.tree import TokenTree
 from spec_serve.draft.base import Drafter, Plan, Source, scratch_slots
-from spec_serve.draft.budget import Calibration, Chooser
+from spec_serve.draft.budget import Calibration
+from spec_serve.draft.chooser import Chooser
 from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.mix import Candidates
 from spec_serve.spec.continuations import tree_of
@@ -58,14 +59,17 @@ class Builder:
         self._sources = sources
         self._retired = retired
         self._name = drafter.name if drafter is not None else ""
-        self._chooser = Chooser(cost, draft_cost, self.calibration, self._name, max_nodes)
+        self._chooser = Chooser(
+            cost, draft_cost, self.calibration, self._name, max_nodes, self._taps
+        )
         self._stakes = Stakes(cost, max_nodes)
-        self._rows: list[Row] = []  # of the job built last
+        self._built: list[Part] = []  # of the job built last
 
     def grow_always(self, depth: int, width: int) -> None:
         """Have the device drafter grow trees of this shape every step, whether it pays or not."""
         nodes = min(self.max_nodes, width * (1 + (depth - 1) * width))
         self._chooser.fixed = Plan(depth, width, nodes)
+        self._stakes.bounded = False
 
     # ---- a row's stay in the cache
 
@@ -156,7 +160,7 @@ class Builder:
                 part.candidates, part.keep = None, []
             lean = Plan(0, 0, 0)
             job, rows, starved = self._grant(parts, lean)
-        self._rows = rows
+        self._built = parts
         return job, rows, starved
 
     def _plan(self, picked: Sequence[tuple[Row, int]]) -> Plan:
@@ -175,6 +179,8 @@ class Builder:
             return False
         if row.emitted == 0 and self._mode(row) == "auto" and not self._quick_draft(row):
             return False  # the first token goes out before the draft is run
+        if row.purse.held <= 0 and self._mode(row) == "auto":
+            return False  # it lost what it had
         allowed = row.request.speculation.sources
         return allowed is None or self._drafter.name in allowed
 
@@ -219,6 +225,7 @@ class Builder:
                 row.rest = max(row.rest - 1, 0)
                 row.guessed = None
                 continue
+            part.grown = row.device_tree
             part.candidates, limit = self._candidates(row)
             if part.candidates is None:
                 stakes.useless(row, crowd)
@@ -388,13 +395,15 @@ class Builder:
             return
         if any(twig.tree.given > 1 for twig in job.twigs):
             return
-        self._stakes.settle(job, self._rows, result)
-        self._observe_draft(job, result)
-
-    def _observe_draft(self, job: Job, result: Result) -> None:
-        curve, plan, rows = self._draft_cost, job.plan, len(job.drafting)
-        if curve is None or not rows or not plan.nodes:
+        gain = self._stakes.settle(job, self._built, result)
+        if self._drafter is None:
             return
-        if all(len(row.known) <= 2 for row in job.drafting):
-            expected = curve.at(2 * rows) + (plan.depth - 1) * curve.at(plan.width * rows)
-            curve.rescale(result.draft_us / 1e3 / expected)
+        grown = bool(job.plan.nodes and job.drafting)
+        self._chooser.gained(grown or any(part.grown for part in self._built), gain)
+        if grown and all(len(row.known) <= 2 for row in job.drafting):
+            self._chooser.took(job.plan, len(job.drafting), result.draft_us / 1e3)
+        for b, part in enumerate(self._built):
+            if part.grown is not None:
+                tokens = job.twigs[b].tree.tokens
+                new = [*(tokens[node] for node in result.paths[b]), result.bonus[b]]
+                part.row.judge(self.calibration, self._name, part.grown, new)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from spec_serve.draft.base import Guess, Source
 from spec_serve.draft.budget import Calibration, Purse
-from spec_serve.draft.mix import Candidates, Trust
+from spec_serve.draft.mix import Candidates, Trust, tree_kind
 from spec_serve.spec.admission import EngineInfo, capacity
 from spec_serve.spec.constraint import SOURCE, Walk
 from spec_serve.spec.request import Reason, Request, TokenLogprob
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from spec_serve.cache.tree import TokenTree
 
 BEHIND = "/behind"  # ends the kind of guesses that follow forced tokens: apart in the calibration
+
+
+# A device drafter's tree: tokens, parents (-1 = the newest token), log-probabilities of paths.
+Grown = tuple[list[int], list[int], list[float]]
 
 
 class Row:
@@ -80,7 +84,7 @@ class Row:
         self.steps = 0
         self.sources: list[Source] | None = None
         self.told = 0  # tokens its look-ups know
-        self.device_tree: tuple[list[int], list[int], list[float]] | None = None
+        self.device_tree: Grown | None = None
         self.candidates: Candidates | None = None
         self.tree: TokenTree | None = None
         self.source_of: Sequence[int] = ()
@@ -248,6 +252,29 @@ class Row:
                 if parent not in elder:
                     elder.add(parent)
                     calibration.observe(kind.partition(":")[0], depth, node in right)
+
+    def judge(self, calibration: Calibration, name: str, grown: Grown, new: Sequence[int]) -> None:
+        """Judge a device drafter's tree of which nothing was verified by the tokens that came."""
+        candidates = self.candidates
+        if candidates is not None and any(
+            candidates.kinds[source].startswith(name) for source in self.source_of
+        ):
+            return
+        tokens, parents, scores = grown
+        at = -1
+        for depth, right in enumerate(new, start=1):
+            children = [i for i, parent in enumerate(parents) if parent == at]
+            if not children:
+                return
+            calibration.observe(name, depth, tokens[children[0]] == right)
+            above = scores[at] if at >= 0 else 0.0
+            for i in children:
+                kind = tree_kind(name, scores[i] - above)
+                calibration.observe(kind, depth, tokens[i] == right)
+            hits = [i for i in children if tokens[i] == right]
+            if not hits:
+                return
+            at = hits[0]
 
     def _label(
         self, calibration: Calibration, kind: str, depth: int, expected: float, hit: bool

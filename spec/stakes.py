@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spec_serve.draft.budget import best_count
 from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.mix import Candidates, is_ordered
-from spec_serve.spec.row import Row
+from spec_serve.spec.row import Grown, Row
 from spec_serve.spec.step import Job, Result
 
 CROWD = 4  # rows beyond which look-ups that were of no use are not asked again at once
@@ -24,13 +24,17 @@ SURPRISE = 2.0  # how far from what was expected a step's time counts against a 
 
 @dataclass(slots=True)
 class Part:
-    """One row's plan for the step: given nodes, whether they end its tokens, kept candidates."""
+    """One row's plan for the step: given nodes, whether they end its tokens, kept candidates.
+
+    grown: the device drafter's tree among the candidates.
+    """
 
     row: Row
     given: int
     final: bool
     candidates: Candidates | None
     keep: list[int]
+    grown: Grown | None = None
 
 
 class Stakes:
@@ -39,6 +43,7 @@ class Stakes:
     def __init__(self, cost: CostCurve, most: int) -> None:
         self.cost = cost
         self._most = most
+        self.bounded = True  # rows bet no more than they have
         self._asking_ms = 0.0  # what asking one row's look-ups takes, lately
 
     def least(self, rows: int, context: float) -> float:
@@ -96,13 +101,18 @@ class Stakes:
         """The most nodes a row may have: what was asked for, and what it can pay if all fail."""
         asked = part.row.request.speculation.max_nodes
         most = self._most if asked is None else min(self._most, asked)
+        if not self.bounded:
+            return most
         assert part.candidates is not None
         certain = sum(reach >= 1.0 for reach in part.candidates.reach)
         paid = part.row.purse.nodes(most, given, self.cost, context, emitting)
         return min(most, certain + paid)
 
-    def settle(self, job: Job, rows: Sequence[Row], result: Result) -> None:
-        """A decoding step is over: correct the costs, and pay the rows of the job what they won."""
+    def settle(self, job: Job, parts: Sequence[Part], result: Result) -> float:
+        """A decoding step is over: correct the costs, and pay the rows of the job what they won.
+
+        Returns how many times as quick as plain decoding the step's tokens were.
+        """
         nodes = cached = 0
         for twig in job.twigs:
             nodes += len(twig.tree.tokens)
@@ -115,9 +125,16 @@ class Stakes:
         self.cost.observe(nodes, ms, context, count)
         ms = min(max(ms, expected / SURPRISE), expected * SURPRISE)
         each = count * max(ms / plain - 1.0, 0.0) / max(nodes - count, 1)
-        for row, twig, path in zip(rows, job.twigs, result.paths, strict=True):
-            bet = each * (len(twig.tree.tokens) - 1)
-            row.purse.settle(1 + len(path), len(path), bet)
+        draft_ms = result.draft_us / 1e3 if job.plan.nodes and job.drafting else 0.0
+        share = count * draft_ms / plain / max(len(job.drafting), 1)
+        drafting = {row.b for row in job.drafting} if draft_ms else set()
+        right = 0
+        for b, (part, twig, path) in enumerate(zip(parts, job.twigs, result.paths, strict=True)):
+            bet = each * (len(twig.tree.tokens) - 1) + (share if b in drafting else 0.0)
+            right += len(path)
+            if self.bounded:
+                part.row.purse.settle(1 + len(path), len(path), bet)
+        return (1.0 + right / count) * plain / (ms + draft_ms)
 
 
 def mean_context(picked: Sequence[tuple[Row, int]]) -> float:

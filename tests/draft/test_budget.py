@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_serve.draft.base import Guess, Plan
-from spec_serve.draft.budget import GAIN, Calibration, Chooser, best_count
+from spec_serve.draft.budget import GAIN, Calibration, best_count
+from spec_serve.draft.chooser import Chooser
 from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.mix import Candidates, Trust
 
