@@ -121,12 +121,21 @@ class Layer:
         kv.v.index_copy_(0, slots, v)
 
     def __call__(
-        self, x: Tensor, read: Tensor | None, rotation: Rotation, kv: LayerKV, plan: AttentionPlan
+        self,
+        x: Tensor,
+        read: Tensor | None,
+        rotation: Rotation,
+        kv: LayerKV,
+        plan: AttentionPlan,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """x: [N, H]; read: what attention reads instead of it, [N, 2H]."""
+        """x: [N, H]; read: what attention reads instead of it, [N, 2H]; wanted: [M] rows that are
+        returned, None = all."""
         if read is None:
             read = self.read(x)
         x = x + self.attention(read, rotation, kv, plan)
+        if wanted is not None:
+            x = x.index_select(0, wanted)
         return x.add_(self.mlp(self.mlp_norm(x)))
 
 
@@ -220,11 +229,9 @@ class FeatureHead:
         """
         x, read = self._enter(batch.tokens, feature)
         rotation = self._rotary.at(batch.positions)
-        for layer, kv in zip(self._layers, layers, strict=True):
-            x = layer(x, read, rotation, kv, plan)
+        for i, (layer, kv) in enumerate(zip(self._layers, layers, strict=True), 1):
+            x = layer(x, read, rotation, kv, plan, wanted if i == len(self._layers) else None)
             read = None
-        if wanted is not None:
-            x = x.index_select(0, wanted)
         normed = x if self._norm is None else self._norm(x)
         return normed, normed if self.config.feedback == "normed" else x
 

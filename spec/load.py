@@ -110,10 +110,12 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
     tokenizer = load_tokenizer(path)
     loader = DraftLoader(choice, options, path, tokenizer, device, dtype, shown)
     target = _load(path, options, device, dtype, _share(progress, "target"))
-    drafter = loader.drafter(
-        target,
-        lambda found: _load(found, options, device, dtype, _share(progress, "draft")),
-    )
+    drafter = None
+    if options.speculation != "off" and options.max_nodes:
+        drafter = loader.drafter(
+            target,
+            lambda found: _load(found, options, device, dtype, _share(progress, "draft")),
+        )
     told = ""
     if drafter is not None and drafter.taps:
         progress("trying the head", 0.0)

@@ -15,6 +15,7 @@ from spec_serve.draft.block_tree import block_tree
 from spec_serve.draft.dflash import default_taps, is_dflash, read_dflash
 from spec_serve.draft.eagle import is_eagle
 from spec_serve.draft.eagle3 import is_eagle3, read_eagle3
+from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.draft.head import FeatureHead
 from spec_serve.draft.head_file import HeadError
 from spec_serve.draft.nextn import is_nextn
@@ -23,6 +24,7 @@ from spec_serve.kernels.reference import TorchAttention
 from tests.draft.heads import (
     CONFIG,
     DFLASH,
+    NH,
     PROMPT,
     SAMPLED,
     D,
@@ -178,6 +180,40 @@ def test_p_eagle_answers_all_masks_at_once() -> None:
     del config["ptd_token_id"]
     with pytest.raises(HeadError, match="mask_token_id"):
         read_eagle3(checkpoint(config, tensors), target_config())
+
+
+def test_a_head_narrower_than_its_target() -> None:
+    narrow = 32
+    wide = {**eagle3_shapes(V), **p_eagle_shapes()}
+    shapes = {
+        name: tuple(
+            narrow if size == H else 2 * narrow if size == 2 * H else size for size in shape
+        )
+        for name, shape in wide.items()
+        if name != "mask_hidden"
+    }
+    for name in list(shapes):
+        if name.endswith("o_proj.weight"):
+            shapes[name] = (narrow, NH * D)
+        elif name.endswith("q_proj.weight"):
+            shapes[name] = (NH * D, shapes[name][1])
+        elif "mlp" in name:
+            inner = 2 * H
+            shapes[name] = (narrow, inner) if "down" in name else (inner, narrow)
+    shapes["fc.weight"] = (narrow, 3 * H)
+    tensors = fill(shapes, 33)
+    config = {**CONFIG, "hidden_size": narrow, "target_hidden_size": H}
+    file = read_eagle3(checkpoint(config, tensors), target_config())
+    made = FeatureDrafter(FeatureHead(file, parts()), TorchAttention())
+    bound(made)
+    taps = features(34, 3 * H)
+    trees = propose(made, seen_of((*PROMPT, SAMPLED), taps), 1, 2, 2)
+    logits = by_hand(tensors, torch.tensor([*PROMPT[1:], SAMPLED]), taps @ tensors["fc.weight"].T)[
+        -1
+    ]
+    best = logits.log_softmax(-1).topk(2)
+    assert trees.tokens[0].tolist() == best.indices.tolist()
+    torch.testing.assert_close(trees.score[0], best.values, atol=1e-4, rtol=0)
 
 
 def test_which_layers_are_read() -> None:

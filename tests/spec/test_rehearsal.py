@@ -98,9 +98,10 @@ def test_nextn_is_found_in_the_targets_own_checkpoint(tmp_path: Path) -> None:
     asked = Request("a", list(range(9)), Sampling(), Stopping(max_tokens=6), Speculation("max"))
     threads = torch.get_num_threads()
     said = []
-    for draft in ("nextn", "none"):
-        engine, _ = build_engine(replace(options, draft=draft))
+    for speculation in ("auto", "off"):
+        engine, _ = build_engine(replace(options, speculation=speculation))
         said.append(engine.generate([asked])[0].tokens)
-        assert (engine.stats().drafted > 0) == (draft == "nextn")
+        on = speculation == "auto"
+        assert (engine.stats().drafted > 0) == on == ("nextn" in engine.info.sources)
     torch.set_num_threads(threads)
     assert said[0] == said[1] and len(said[0]) == 6
