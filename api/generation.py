@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from itertools import count
 from time import monotonic
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from spec_serve.api import messages as m
 from spec_serve.api.convert import Prepared, wire_field
@@ -40,6 +40,12 @@ _Step, _Delta = m.Step, m.Delta
 Numbered = m.Started | m.Delta | m.PromptLogprobs | m.Finished | m.Error
 
 
+class Pushes(Protocol):
+    """Takes numbered messages at once. An object, whose method costs less than a bound one kept."""
+
+    def push(self, message: Numbered, /) -> None: ...
+
+
 class Outbox:
     """Messages of one connection that wait to be sent. wake: called when there is something.
 
@@ -50,9 +56,9 @@ class Outbox:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
-        self.now: Callable[[Numbered], None] | None = None
+        self.now: Pushes | None = None
         self._numbers: dict[str, count[int]] = {}
-        self._direct: Callable[[Numbered], None] | None = None
+        self._direct: Pushes | None = None
         self._waiting: list[Numbered] = []
         self._open: dict[tuple[str, int], m.Delta] = {}
         self._bytes = 0
@@ -68,7 +74,7 @@ class Outbox:
             return False
         return self._bytes > MAX_BYTES or monotonic() - self._since > MAX_STUCK_S
 
-    def direct(self, direct: Callable[[Numbered], None] | None) -> None:
+    def direct(self, direct: Pushes | None) -> None:
         """Hand messages to this from now on, while none waits; None: all wait for `take`."""
         self._direct = direct
         self.now = None if self._waiting else direct
@@ -77,7 +83,7 @@ class Outbox:
         """Append; a delta joins an unsent one of its choice if many wait, or if told to."""
         if (now := self.now) is not None:
             self._number(message)
-            now(message)
+            now.push(message)
             return
         self._bytes += weigh(message)
         if type(message) is m.Delta:
@@ -169,9 +175,9 @@ class Generation:
     """
 
     __slots__ = (
-        "_cancel", "_choices", "_detail", "_early", "_first", "_ids", "_left", "_model", "_numbers",
-        "_on_over", "_outbox", "_plain", "_prepared", "_started", "_token_text", "gen", "id",
-        "note", "over",
+        "_cancel", "_choices", "_detail", "_first", "_gen", "_ids", "_left", "_model", "_numbers",
+        "_on_over", "_outbox", "_plain", "_prepared", "_rare", "_started", "_token_text", "gen",
+        "id", "note", "over",
     )  # fmt: skip
 
     def __init__(
@@ -185,9 +191,10 @@ class Generation:
     ) -> None:
         request = prepared.request
         self.gen, self.id = gen, request.id
+        self._gen = gen  # beside the others that a delta needs: slots lie in the order of names
         self.over = False
         self.note: Callable[[Event], None] = _unnoted
-        self._early = True  # no tokens yet
+        self._rare = True  # no tokens yet, or over
         self._model, self._prepared, self._outbox = model, prepared, outbox
         self._cancel, self._on_over = cancel, on_over
         self._choices = [prepared.stream(Choice) for _ in range(request.n)]
@@ -208,11 +215,11 @@ class Generation:
             return
         # For every delta of every stream: few calls, and few objects that the processor's cache
         # may have lost since the last step.
-        if self._early:
-            self._early = False
+        if self._rare:
+            if self.over:
+                return
+            self._rare = False
             self.note(event)
-        if self.over:
-            return
         index, step = event.index, event.step
         choice = self._choices[index] if index else self._first
         text = choice.push(event.tokens)
@@ -240,7 +247,7 @@ class Generation:
         else:  # as `put` would
             if (numbers := self._numbers) is None:
                 numbers = self._numbers = outbox.numbers(self.gen)
-            now(_Delta(self.gen, next(numbers), index, text, ids, logprobs, steps))
+            now.push(_Delta(self._gen, next(numbers), index, text, ids, logprobs, steps))
 
     def tell(self, event: Event) -> None:
         """The same for an event other than a delta, without noting it."""
@@ -315,7 +322,7 @@ class Generation:
         )  # fmt: skip
 
     def _end(self) -> None:
-        self.over = True
+        self.over = self._rare = True
         self._on_over(self.gen)
 
     def _logprobs(self, scored: list[TokenLogprob]) -> list[m.Logprob]:

@@ -199,7 +199,7 @@ class PicowsSocket(ws.Socket, picows.WSListener):
 
     def _tune(self) -> None:
         if self.session is not None and self._pipe is not None:
-            self.session.direct(None if self._paused else self._pipe.push)
+            self.session.direct(None if self._paused else self._pipe)
 
     def _too_slow(self) -> None:
         if self.closing != ws.SLOW and not self._shut:

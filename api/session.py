@@ -19,7 +19,7 @@ from spec_serve.api import messages as m
 from spec_serve.api import traces
 from spec_serve.api.auth import Principal
 from spec_serve.api.convert import Prepared
-from spec_serve.api.generation import Generation, Numbered, Outbox, failure
+from spec_serve.api.generation import Generation, Numbered, Outbox, Pushes, failure
 from spec_serve.api.service import MAX_GENERATIONS, Service
 from spec_serve.api.session_shelf import Track
 from spec_serve.api.tokenizing import tokenized
@@ -71,7 +71,7 @@ class Session:
         self._shelf = service.shelf
         self.resume_token = self._shelf.token()
         self._outbox = Outbox(wake)
-        self._push: Callable[[Numbered], None] | None = None
+        self._push: Pushes | None = None
         self._control: list[m.Server] = []
         self._replay: deque[Numbered] = deque()
         self._running: dict[str, Generation | Preparing] = {}
@@ -103,8 +103,8 @@ class Session:
         """The client reads too slowly to be waited for."""
         return self._outbox.overflowing
 
-    def direct(self, push: Callable[[Numbered], None] | None) -> None:
-        """While at most one generation runs, hand its messages to `push` as they come.
+    def direct(self, push: Pushes | None) -> None:
+        """While at most one generation runs, push its messages as they come.
 
         They skip `take` then, numbered all the same; what else waits is not overtaken.
         """
@@ -117,12 +117,13 @@ class Session:
         if push is None or len(self._running) > 1 or self._replay or self._dropped:
             self._outbox.direct(None)
         else:
-            self._outbox.direct(self._push_kept if self._tracks else push)
+            self._outbox.direct(self if self._tracks else push)
 
-    def _push_kept(self, message: Numbered) -> None:
+    def push(self, message: Numbered) -> None:
+        """Keep a message for a resume, if it is to be kept, and push it."""
         self._keep([message])
         if self._push is not None:
-            self._push(message)
+            self._push.push(message)
 
     def greet(self) -> None:
         """Say hello, the first message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_dropped_anywhere_the_resumed_stream_is_the_undisturbed_one(direct: bool
                 first = table.session()
                 got: list[Any] = []
                 if direct:
-                    first.direct(got.append)
+                    first.direct(SimpleNamespace(push=got.append))
                 request = await table.begin(first)
                 said = events(request)
                 for event in said[:dropped_at]:
@@ -139,7 +140,7 @@ def test_dropped_anywhere_the_resumed_stream_is_the_undisturbed_one(direct: bool
                 second = table.session()
                 later: list[Any] = []
                 if direct:
-                    second.direct(later.append)
+                    second.direct(SimpleNamespace(push=later.append))
                 second.receive(resume(first, {"g": seen - 1}))
                 feed(request, said[dropped_at + meanwhile :])
                 answer, *rest = (*drained(second), *later)
