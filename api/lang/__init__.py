@@ -10,6 +10,7 @@ from __future__ import annotations
 from spec_serve.lang.backend import Backend, ClientBackend
 from spec_serve.lang.events import Called, Delta, Done, Ended, Event, Meta
 from spec_serve.lang.graph import Graph
+from spec_serve.lang.openai import OpenAIBackend, OpenAIWarning
 from spec_serve.lang.parts import (
     ProgramError,
     TraceError,
@@ -37,6 +38,8 @@ __all__ = [
     "Graph",
     "Meta",
     "On",
+    "OpenAIBackend",
+    "OpenAIWarning",
     "Program",
     "ProgramError",
     "Result",

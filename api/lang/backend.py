@@ -21,7 +21,10 @@ QUESTIONS = 64  # at once; a server reads so many texts of one socket, and more
 
 
 class Backend(Protocol):
-    """Tokens for programs. All three raise what the client raises."""
+    """Tokens for programs. All three raise what the client raises.
+
+    One that gains nothing by being asked ahead says so: `prepares = False`.
+    """
 
     async def pieces(self, question: Question) -> list[list[int]]:
         """Ids around the places of generated tokens."""

@@ -37,8 +37,9 @@ async def compiled(program: Program, backend: Backend, partial: bool) -> Graph:
     frozen = list({one.key: one for one in questions(tracer.ops, {})}.values())
     pieces = await asyncio.gather(*(backend.pieces(one) for one in frozen))
     prefix = await _prefix(tracer.ops, backend)
-    await _try_constraints(tracer.ops, backend, prefix)
-    await warm(backend, prefix)
+    if getattr(backend, "prepares", True):
+        await _try_constraints(tracer.ops, backend, prefix)
+        await warm(backend, prefix)
     parameters = [name for name in program.parameters if name not in program.bound]
     signature = inspect.signature(program.fn).parameters
     defaults = {

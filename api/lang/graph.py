@@ -96,7 +96,8 @@ class Graph:
         """Results for many sets of arguments by name; the constant prefix is warmed once before."""
         async with connected(on) as backend:
             await self._check(backend)
-            await warm(backend, self.held.prefix)
+            if getattr(backend, "prepares", True):
+                await warm(backend, self.held.prefix)
 
             def begin(given: Mapping[str, Any]) -> Coroutine[Any, Any, Result]:
                 return self.arun(on=backend, **given)
