@@ -127,8 +127,8 @@ class Value:
     def _refuse(self, doing: str) -> NoReturn:
         if self._sink.tracing:
             raise TraceError(
-                f"{where()}: {doing} depends on a value that only a run has; compile with "
-                "partial=True, or leave the choice to the model"
+                f"{where()}: {doing} depends on a value that only a run has; write it as "
+                "s.cond or s.loop, or compile with partial=True"
             )
         raise ProgramError(f"{where()}: {doing}: the value isn't here yet; await it first")
 

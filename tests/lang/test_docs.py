@@ -116,9 +116,10 @@ async def acting(agent: ss.Program, client: Client) -> None:
     again = await graph.arun(question, on=client)
     assert again.value == result.value
     assert await again.state.messages() == await result.state.messages()
-    with pytest.raises(ss.TraceError, match="a comparison depends"):
+    with pytest.raises(ss.TraceError, match="which branch is picked"):
         await agent.acompile(on=client)
-    assert {"role": "user", "content": "Found: The capital is Rome.\nGo on."} in (
-        await again.state.messages()
-    )
+    said = [turn["content"] for turn in await again.state.messages()]
+    assert "Found: The capital is Rome.\nGo on." in said
+    rounds = [turn for turn in said if turn.startswith("I will")]
+    assert 1 <= len(rounds) <= 2
     print(again.value)
