@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from spec_serve.draft.head_file import (
     HeadConfig,
@@ -120,7 +119,6 @@ def read_eagle3(
         normed_residual=bool(raw.get("norm_before_residual", False)),
         feedback="normed" if raw.get("norm_output") is True else "plain",
         mask_token=mask,
-        suggested=_suggested(raw),
     )
     _check(config, roles, raw)
     return checked(HeadFile(config, roles, weights))
@@ -160,15 +158,6 @@ def _mask_token(raw: Raw, roles: Mapping[str, str]) -> int | None:
         if raw.get(key) is not None:
             return int(raw[key])
     raise HeadError("mask_token_id: missing, though the head has mask_hidden (P-EAGLE)")
-
-
-def _suggested(raw: Raw) -> int:
-    """Draft length the file suggests, 0 = none."""
-    methods: Any = (raw.get("speculators_config") or {}).get("proposal_methods") or ()
-    for method in methods:
-        if isinstance(method, Mapping) and method.get("speculative_tokens"):
-            return int(method["speculative_tokens"])
-    return 0
 
 
 def _check(config: HeadConfig, roles: Mapping[str, str], raw: Raw) -> None:

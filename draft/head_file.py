@@ -38,9 +38,8 @@ class HeadConfig:
     feedback: what is fed back while drafting, the layers' output or that after `norm`.
     mask_token: the token of slots that stand for what is not known yet. gated: attention
     has an output gate, its q rows are query and gate by turns of a head. rotary: channels of a
-    head that are rotated. suggested: guesses in a row the file recommends, 0 = it says nothing.
-    block_size: positions answered in one pass, 0 = one; anchor_predicts: the first of them is the
-    newest token's own answer.
+    head that are rotated. block_size: positions answered in one pass, 0 = one;
+    anchor_predicts: the first of them is the newest token's own answer.
     """
 
     format: str
@@ -55,7 +54,6 @@ class HeadConfig:
     mask_token: int | None = None
     gated: bool = False
     rotary: int = 0
-    suggested: int = 0
     block_size: int = 0
     anchor_predicts: bool = False
 

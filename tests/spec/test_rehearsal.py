@@ -15,6 +15,7 @@ from torch import Tensor
 from spec_serve.draft.base import Noise, Plan, Seen, Trees
 from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.draft.head_file import HeadError
+from spec_serve.draft.standalone import VocabularyMismatch
 from spec_serve.spec.assemble import EngineOptions
 from spec_serve.spec.load import build_engine
 from spec_serve.spec.rehearsal import Rehearsal, rehearse
@@ -85,6 +86,14 @@ def test_an_engine_tries_the_head_it_loads(
     assert len(done.tokens) == 5
     with pytest.raises(ValueError, match="draft-taps"):
         build_engine(EngineOptions(str(model), str(model), draft_taps="1,2,3"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (head / name).write_bytes((model / name).read_bytes())
+    told = json.loads((head / "tokenizer.json").read_text())
+    vocab = told["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (head / "tokenizer.json").write_text(json.dumps(told))
+    with pytest.raises(VocabularyMismatch, match="differs from the target's at 2 of"):
+        build_engine(options)
 
 
 def test_nextn_is_found_in_the_targets_own_checkpoint(tmp_path: Path) -> None:
