@@ -38,7 +38,7 @@ class Chooser:
 
     target, draft: their cost curves. sunk: the drafter sees every token whether it grows a tree or
     not (it reads taps). Rechecks every `PERIOD` steps; the way that is not in force is tried for
-    `PROBE` steps every `REPROBE` steps.
+    `PROBE` steps, with growing pauses up to `REPROBE` steps.
     """
 
     target: CostCurve
@@ -52,7 +52,8 @@ class Chooser:
     _pays: bool = False
     _step: int = 0
     _next: int = 0  # step of the next check
-    _probe: int = 0  # step of the next try of the other way
+    _probe: int = 24  # step of the next try of the other way
+    _pause: int = 50  # steps from it to the one after
     _with: Average = field(default_factory=lambda: Average(1.0))
     _without: Average = field(default_factory=lambda: Average(1.0))
     _took: dict[tuple[int, int], Average] = field(default_factory=dict)
@@ -71,14 +72,13 @@ class Chooser:
             return self.fixed
         if self.draft is None or self.max_nodes == 0:
             return NOTHING
-        if self._step == 0:
-            self._probe = self.FIRST + self.REPROBE
         self._step += 1
         if self._step >= self._next:
             self._next = self._step + self.PERIOD
             self._decide(rows)
         if self._step >= self._probe + self.PROBE:
-            self._probe = self._step + self.REPROBE
+            self._probe = self._step + self._pause
+            self._pause = min(2 * self._pause, self.REPROBE)
         trying = self._step >= self._probe
         grows = self._pays != trying or self._step <= self.FIRST
         return self._best if grows else NOTHING
@@ -121,9 +121,10 @@ class Chooser:
             nodes = depth * width
             if nodes > self.max_nodes:
                 continue
-            reach, tokens = 1.0, 1.0
+            reach, tokens, rate = 1.0, 1.0, self.GUESS
             for level in range(1, depth + 1):
-                rate = self.calibration.rate(self.name, level, self.GUESS)
+                # Of a level that was never grown, what the one above it says is believed.
+                rate = self.calibration.rate(self.name, level, rate)
                 reach *= min(1.0, rate * (1.0 + 0.12 * (width - 1)))
                 tokens += reach
             ms = self.cost(depth, width, rows) + self.target.at(rows * (1 + nodes), rows=rows)

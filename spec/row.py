@@ -287,11 +287,16 @@ class Row:
         trust.observe(expected, hit)
 
     def follow(self, calibration: Calibration, new: Sequence[int]) -> None:
-        """Judge a guess that was not verified by the tokens that came instead: free labels."""
+        """Judge what was not verified of a guess by the tokens that came: free labels."""
         if self.shadow is None:
-            if self.guessed is None or self.source_of:
+            if self.guessed is None:
                 return
             guess, at, trust = self.guessed, 0, 1.0
+            if self.source_of:  # the rest of it, if all that was verified was right
+                at = len(new) - 1
+                if at != len(self.source_of) or list(guess.tokens[:at]) != list(new[:at]):
+                    return
+                new = new[at:]
             entry = self.trust.get(guess.kind.partition(":")[0])
             if entry is not None:
                 trust = entry.factor
