@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": ("cli_chat", "talk to a model in the terminal"),
     "models": ("cli_models", "list, fetch, remove, convert and describe models"),
     "bench": ("cli_bench", "measure latency, load on a server, prefix cache, kernels or host time"),
+    "train": ("cli_train", "train a drafting head for a model"),
     "doctor": ("cli_doctor", "what works on this machine, and why what doesn't doesn't"),
     "keys": ("cli_keys", "make API keys"),
     "config": ("cli_config", "show every setting, its value and where it comes from"),

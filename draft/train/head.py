@@ -1,0 +1,183 @@
+"""An EAGLE-3 head as it is trained: parameters under their names in the file, and its arithmetic.
+
+The same equations as the head that drafts, but over whole sequences, with gradients, and with keys
+and queries apart, because training needs keys of all tokens and queries of few. Knows no data and
+no loss. Source: EAGLE-3 (arXiv 2503.01840), the plain form: embedding half first, residual from the
+fused feature, the output fed back before its norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of a head. taps: target boundaries it reads. vocab: the target's, draft_vocab its own.
+
+    eps, theta: of its norms and rotary embedding.
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    draft_vocab: int
+    taps: tuple[int, ...]
+    eps: float
+    theta: float
+    max_positions: int
+
+
+class EagleHead(nn.Module):
+    """Weights of a head, float32; autocast decides what products are computed in."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.shape = shape
+        h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        sizes = {
+            "fc": (h, len(shape.taps) * h),
+            "midlayer.self_attn.q_proj": (q, 2 * h),
+            "midlayer.self_attn.k_proj": (kv, 2 * h),
+            "midlayer.self_attn.v_proj": (kv, 2 * h),
+            "midlayer.self_attn.o_proj": (h, q),
+            "midlayer.mlp.gate_proj": (shape.intermediate, h),
+            "midlayer.mlp.up_proj": (shape.intermediate, h),
+            "midlayer.mlp.down_proj": (h, shape.intermediate),
+            "lm_head": (shape.draft_vocab, h),
+        }
+        norms = (
+            "midlayer.hidden_norm",
+            "midlayer.input_layernorm",
+            "midlayer.post_attention_layernorm",
+            "norm",
+        )
+        # Features differ in size from channel to channel by orders of magnitude, and a step of Adam
+        # moves every weight alike: training sees them divided by `scale`, the file does not.
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(len(shape.taps) * h))
+        # Flat names: the file's names are not the paths of modules.
+        self.weights = nn.ParameterDict(
+            {_key(name): nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+            | {_key(name): nn.Parameter(torch.ones(h)) for name in norms}
+        )
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        parameter = self.weights[_key(name)]
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    def named(self) -> dict[str, Tensor]:
+        """Detached tensors under the names of the file."""
+        named = {
+            key.replace("/", ".") + ".weight": held.detach() for key, held in self.weights.items()
+        }
+        named["fc.weight"] = named["fc.weight"] / self.scale
+        return named
+
+    def take(self, tensors: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
+        """Set parameters from tensors under the names of the file. KeyError if one is missing.
+
+        scale: [T * H] the usual size of each channel of the features.
+        """
+        with torch.no_grad():
+            if scale is not None:
+                self.scale.copy_(scale)
+            for key, held in self.weights.items():
+                given = tensors[key.replace("/", ".") + ".weight"]
+                held.copy_(given * self.scale if key == "fc" else given)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Tapped features [N, T * H] -> [N, H]."""
+        return F.linear(taps / self.scale, self["fc"])
+
+    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        """What attention reads: both halves normed side by side, [N, 2H]."""
+        return torch.cat(
+            (
+                self._norm(embedded, "midlayer.input_layernorm"),
+                self._norm(feature, "midlayer.hidden_norm"),
+            ),
+            -1,
+        )
+
+    def keys(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """K (rotated) and V of pairs, [N, kv_heads, D] each."""
+        shape = self.shape
+        k = F.linear(inputs, self["midlayer.self_attn.k_proj"])
+        v = F.linear(inputs, self["midlayer.self_attn.v_proj"])
+        k = k.view(-1, shape.kv_heads, shape.head_dim)
+        return self._rotate(k, positions), v.view(-1, shape.kv_heads, shape.head_dim)
+
+    def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Q (rotated) of pairs, [N, heads, D]."""
+        q = F.linear(inputs, self["midlayer.self_attn.q_proj"])
+        return self._rotate(q.view(-1, self.shape.heads, self.shape.head_dim), positions)
+
+    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream after the layer, [N, H]: what is fed back."""
+        x = feature + F.linear(attended.flatten(1), self["midlayer.self_attn.o_proj"])
+        y = self._norm(x, "midlayer.post_attention_layernorm")
+        gate = F.linear(y, self["midlayer.mlp.gate_proj"])
+        up = F.linear(y, self["midlayer.mlp.up_proj"])
+        return x + F.linear(F.silu(gate) * up, self["midlayer.mlp.down_proj"])
+
+    def logits(self, out: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Scores over the draft vocabulary, [N, D], or over these draft ids [C] of it."""
+        rows: Tensor = self["lm_head"]
+        return F.linear(self._norm(out, "norm"), rows if ids is None else rows[ids])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x.float(), (self.shape.hidden,), self[name], self.shape.eps)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding in halves, [N, heads, D]."""
+        half = self.shape.head_dim // 2
+        step = torch.arange(half, device=x.device, dtype=torch.float32) / half
+        angle = positions.float().unsqueeze(1) * self.shape.theta**-step  # [N, D/2]
+        cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+        low, high = x.float().chunk(2, -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def head_config(shape: HeadShape, **more: Any) -> dict[str, Any]:
+    """config.json of a head in the SpecForge layout."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "target_hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.theta,
+        "max_position_embeddings": shape.max_positions,
+        "vocab_size": shape.vocab,
+        "draft_vocab_size": shape.draft_vocab,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        # Ids of layer outputs, as SpecForge counts: boundary b is the output of layer b - 1.
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in shape.taps],
+            "use_aux_hidden_state": True,
+        },
+        **more,
+    }
