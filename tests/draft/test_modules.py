@@ -168,3 +168,28 @@ def test_qwen3_next_gates_its_heads_and_turns_a_part_of_them() -> None:
     best = (norm(x, 1 + at("norm"))[-1] @ table["head.weight"].T).log_softmax(-1).topk(3)
     assert trees.tokens[0].tolist() == best.indices.tolist()
     torch.testing.assert_close(trees.score[0], best.values, atol=1e-4, rtol=0)
+
+
+def test_ernie_has_no_norm_behind_its_block() -> None:
+    held = {n: x for n, x in fill(nextn_shapes("mimo"), 80).items() if not n.endswith(".bias")}
+    prefix = "model.mtp_layers.0."
+    held[prefix + "final_layernorm.weight"] = torch.ones(H)
+    names = {
+        "token_layernorm": "mtp_emb_norm.0", "hidden_layernorm": "mtp_hidden_norm.0",
+        "input_proj": "mtp_linear_proj.0",
+    }  # fmt: skip
+    ernie = {}
+    for name, tensor in held.items():
+        rest = name.removeprefix(prefix).removesuffix(".weight")
+        if name.startswith(prefix) and rest != "final_layernorm":
+            ernie[f"model.{names.get(rest, f'mtp_block.0.{rest}')}.weight"] = tensor
+    swapped = held[prefix + "input_proj.weight"].chunk(2, 1)
+    ernie["model.mtp_linear_proj.0.weight"] = torch.cat(swapped[::-1], 1)  # the embedding first
+    (file,) = read_nextn(checkpoint(CONFIG, ernie), target_config())
+    own = parts(held["model.embed_tokens.weight"], held["lm_head.weight"])
+    made = FeatureDrafter(FeatureHead(file, own), TorchAttention())
+    bound(made)
+    trees = propose(made, seen_of(TOKENS, TAPS), 1, 3, 3)
+    # A norm with weights of one changes the size of all logits, not their order.
+    logits = module(held, 0, torch.tensor(TOKENS[1:]), TAPS)[-1] @ held["lm_head.weight"].T
+    assert trees.tokens[0].tolist() == logits.topk(3).indices.tolist()
