@@ -18,7 +18,7 @@ from spec_serve.draft.base import Noise, Plan, Seen, Trees
 from spec_serve.draft.head_file import HeadConfig, HeadError, HeadFile
 from spec_serve.kernels.cpu import native
 from spec_serve.kernels.cpu.drafting import Draft, DraftStep, Grower
-from spec_serve.kernels.cpu.native import PackedMatrix
+from spec_serve.kernels.cpu.native import Arena, PackedMatrix
 from spec_serve.kernels.cpu.quantise import QUANTISERS
 from spec_serve.target.native import ACTIVATIONS, NativeTransformer, rotation_table
 
@@ -71,6 +71,7 @@ class _Parts:
 
     def __init__(self, file: HeadFile, target: NativeTransformer, kind: str) -> None:
         self._file, self._target, self._kind = file, target, kind.upper()
+        self._arena = Arena()
         self.kept: list[object] = []
         self.nbytes = 0
 
@@ -81,8 +82,9 @@ class _Parts:
         held = self._file.tensor(bias, torch.float32) if self._file.has(bias) else None
         outputs, inputs = weight.shape
         made = PackedMatrix(
-            self._kind, QUANTISERS[self._kind](weight), outputs, inputs, self._target.pool, held
-        )
+            self._kind, QUANTISERS[self._kind](weight), outputs, inputs, self._target.pool, held,
+            arena=self._arena,
+        )  # fmt: skip
         self.kept.append(made)
         self.nbytes += made.nbytes
         return made.matrix

@@ -22,7 +22,7 @@ from spec_serve.cache.pool import KVSpec, LayerKV
 from spec_serve.kernels.base import AttentionPlan
 from spec_serve.kernels.cpu import native
 from spec_serve.kernels.cpu.attention import NativePlan
-from spec_serve.kernels.cpu.native import PackedMatrix, Pool
+from spec_serve.kernels.cpu.native import Arena, PackedMatrix, Pool
 from spec_serve.kernels.cpu.quantise import QUANTISERS
 from spec_serve.target.config import ConfigError, ModelConfig, RopeConfig
 from spec_serve.target.model import Progress, TargetOut, layout
@@ -265,6 +265,7 @@ class _Builder:
         self._checkpoint, self._model, self._pool = checkpoint, model, pool
         self._quantize = quantize.upper() if quantize != "none" else ""
         self._progress, self._total, self._done = progress, total, 0
+        self._arena = Arena()
         self.kinds: dict[str, int] = {}
 
     def packed(self, name: str, bias: str | None = None) -> PackedMatrix:
@@ -278,7 +279,7 @@ class _Builder:
             kind = self._quantize or PLAIN_AS
             raw = QUANTISERS[kind](self._checkpoint.tensor(name, torch.float32))
         held = None if bias is None else self._checkpoint.tensor(bias, torch.float32)
-        made = PackedMatrix(kind, raw, outputs, inputs, self._pool, held, rows)
+        made = PackedMatrix(kind, raw, outputs, inputs, self._pool, held, rows, self._arena)
         self.kinds[kind] = self.kinds.get(kind, 0) + outputs * inputs
         self._model.nbytes += made.nbytes
         self._model._kept.append(made)

@@ -7,7 +7,9 @@ run in torch. Nothing here knows what a model is made of; target/native.py does.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
+from contextlib import suppress
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint8, c_void_p
 from functools import cache
 from pathlib import Path
@@ -145,12 +147,45 @@ class Pool:
         self._end = weakref.finalize(self, library.spec_native_pool_free, self.handle)
 
 
+class Arena:
+    """Zeroed memory for many matrices, in large pages where the system has them.
+
+    A step reads all weights once, and with pages of 4 KiB it waits for their addresses: on a Zen 4
+    one thread reads 33 GB/s from large pages and 22 GB/s from small ones.
+    """
+
+    CHUNK = 32 << 20
+    PAGE = 2 << 20  # a large page of x86-64 and of most others
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> Tensor:
+        """[nbytes] zeros at an address that is a multiple of 64; freed with its last user."""
+        nbytes = -(-nbytes // 64) * 64
+        if nbytes > len(self._free):
+            self._free = self._map(-(-nbytes // self.CHUNK) * self.CHUNK)
+        taken, self._free = self._free.split_with_sizes([nbytes, len(self._free) - nbytes])
+        return taken
+
+    def _map(self, nbytes: int) -> Tensor:
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.zeros(nbytes, dtype=torch.uint8)
+        # Private: shared memory gets small pages.
+        held = mmap.mmap(-1, nbytes + self.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without large pages
+            held.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(held, dtype=torch.uint8)
+        skip = -whole.data_ptr() % self.PAGE
+        return whole[skip : skip + nbytes]
+
+
 class PackedMatrix:
     """A ggml matrix in the layout of the kernels; `matrix` is what the library reads."""
 
     def __init__(
         self, kind: str, raw: Tensor, outputs: int, inputs: int, pool: Pool,
-        bias: Tensor | None = None, rows: Tensor | None = None,
+        bias: Tensor | None = None, rows: Tensor | None = None, arena: Arena | None = None,
     ) -> None:  # fmt: skip
         """raw: [bytes] uint8, rows of ggml blocks of type `kind`. rows: [outputs] int32, the stored
         row of each output row. ValueError for a type or shape the kernels don't have."""
@@ -161,7 +196,8 @@ class PackedMatrix:
         groups = -(-outputs // ROWS)
         block = _CODES[bits] + 32 * subblocks + 32 * minima
         # The tail is read ahead by the kernels, never used.
-        self._data = torch.zeros(groups * (inputs // BLOCK) * block + 8192, dtype=torch.uint8)
+        arena = Arena() if arena is None else arena
+        self._data = arena.take(groups * (inputs // BLOCK) * block + 8192)
         self._bias: Tensor | None = None
         if bias is not None:
             self._bias = torch.zeros(groups * ROWS)

@@ -107,7 +107,7 @@ static inline void tile(const Matrix& m, const uint8_t* p, int half, const Codes
         __m256i lows[T];
         products<BITS, SUBS, T>(planes, half, sub, q + kBlock, kWide, lows);
         for (int t = 0; t < T; t++) {
-          const __m256i high = _mm256_mullo_epi32(sums[t], _mm256_set1_epi32(kPlane));
+          const __m256i high = _mm256_slli_epi32(sums[t], kPlaneBits);
           sums[t] = _mm256_add_epi32(high, lows[t]);
         }
       }

@@ -112,7 +112,7 @@ static inline void tile(const Matrix& m, const uint8_t* p, const Codes& x, int64
         for (int t = 0; t < some; t++) {
           __m512 factor = by[sub], low = under[sub];
           if constexpr (PLANES == 2) {
-            const __m512i high = _mm512_mullo_epi32(sums[t], _mm512_set1_epi32(kPlane));
+            const __m512i high = _mm512_slli_epi32(sums[t], kPlaneBits);
             sums[t] = _mm512_add_epi32(high, lows[t]);
           } else {
             factor = _mm512_mul_ps(factor, _mm512_set1_ps(scale[begin + t]));

@@ -8,7 +8,8 @@ namespace native {
 
 constexpr int kRows = 16;      // output rows interleaved in a group
 constexpr int kBlock = 32;     // inputs that share an activation scale
-constexpr int kPlane = 254;    // what the high plane of activations counts
+constexpr int kPlaneBits = 7;
+constexpr int kPlane = 1 << kPlaneBits;  // what the high plane of activations counts
 constexpr int kSegment = 256;  // positions attended to as one task
 constexpr int kMaxDim = 256;   // of a head
 constexpr int kChunk = 64;     // positions per update of the running softmax
@@ -40,7 +41,7 @@ struct Count {  // a number known to the compiler
 
 inline int groups(const Matrix& m) { return (m.outputs + kRows - 1) / kRows; }
 
-// Activations of n tokens as whole numbers. Two planes: nearly 16 bits, kPlane * high + low, and one
+// Activations of n tokens as whole numbers. Two planes: 15 bits, kPlane * high + low, and one
 // scale per token. One plane: 8 bits and a scale per block of 32. Codes lie within -127..127, so
 // that a sign can be taken off. `whole` and `half`: the sums of the codes of each block and half
 // block; they are what a minimum or the code of zero is multiplied by. All tokens of a block lie

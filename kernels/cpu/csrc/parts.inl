@@ -223,9 +223,10 @@ static inline void widen(const uint16_t* halves, int dim, float* out) {
 }
 
 // Scores of keys [begin, begin + count) of a chunk against the queries of nodes [node, end).
+// known: how many slots there are, those behind `count` of the next chunk.
 template <int G>
 static inline void score(const Heads& h, int node, int end, const int64_t* slots, int begin,
-                         int count, float (*scores)[kChunk + 8]) {
+                         int count, int known, float (*scores)[kChunk + 8]) {
   const int group = G ? G : h.group, dim = h.dim;
   alignas(32) float wide[8][kMaxDim];
   for (int i = 0; i < count; i += 8) {  // eight keys at a time, widened once for all heads
@@ -233,7 +234,7 @@ static inline void score(const Heads& h, int node, int end, const int64_t* slots
     // Slots lie anywhere: what comes next is asked for in time.
     for (int j = 0; j < keys; j++)
       for (int d = 0; d < dim; d += 32) {
-        if (i + 8 + j < count) __builtin_prefetch(h.k + slots[i + 8 + j] + d);
+        if (i + 8 + j < known) __builtin_prefetch(h.k + slots[i + 8 + j] + d);
         __builtin_prefetch(h.v + slots[i + j] + d);
       }
     for (int j = 0; j < 8; j++) widen(h.k + slots[i + (j < keys ? j : 0)], dim, wide[j]);
@@ -312,7 +313,7 @@ static void attend_group(const Heads& h) {
   constexpr int kMost = (G ? G : kMaxGroup) * kTogether;
   const int group = G ? G : h.group, dim = h.dim, size = group * dim;
   float scores[kMost][kChunk + 8];
-  int64_t last = 0, slots[kChunk];
+  int64_t last = 0, slots[kChunk + 8];
   for (int n = 0; n < h.nodes; n++) {
     float* out = h.out[n];
     for (int i = 0; i < size; i++) out[i] = 0.0f;
@@ -331,13 +332,15 @@ static void attend_group(const Heads& h) {
       for (int i = 0; i < count; i++)
         slots[i] = slot_at(h.keys[n], begin + skip + i) * h.stride;
     };
-    fetch(0, 0, shared);
-    score<G>(h, 0, h.nodes, slots, 0, shared, scores);
+    const int64_t limit = h.common < last ? h.common : last;
+    const int known = shared && limit - begin < kChunk + 8 ? (int)(limit - begin) : shared + 8;
+    fetch(0, 0, shared ? known : 0);
+    score<G>(h, 0, h.nodes, slots, 0, shared, known, scores);
     for (int n = 0; n < h.nodes; n++) {
       const int more = own(n), count = shared + more;
       if (!count) continue;
       fetch(n, shared, more);
-      score<G>(h, n, n + 1, slots, shared, more, scores);
+      score<G>(h, n, n + 1, slots, shared, more, more, scores);
       for (int g = 0; g < group; g++)
         soften(h, scores[n * group + g], count, h.out[n] + g * dim, h.out[n] + size + g,
                h.out[n] + size + group + g);
