@@ -34,7 +34,6 @@ from spec_serve.spec.request import RequestError
 
 log = logging.getLogger("spec_serve.programs")
 
-MOST_RUNS = 32  # at once in one session
 READ_S = 0.005  # until a client that is slow to read may have read something
 
 
@@ -53,6 +52,7 @@ class Programs:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[tuple[str, int], asyncio.Future[str]] = {}
         self._client: InProcessClient | None = None
+        self._backend: ClientBackend | None = None  # one, so that all runs keep to its bounds
         self._opening = asyncio.Lock()
 
     def __contains__(self, run: str) -> bool:
@@ -87,8 +87,8 @@ class Programs:
         if run in self._runs:
             told = f"run: {run!r} is already running on this socket"
             return self._say(m.Error("duplicate_id", told, param="run"))
-        if len(self._runs) >= MOST_RUNS:
-            told = f"at most {MOST_RUNS} programs run at once on one socket"
+        if len(self._runs) >= w.MAX_RUNS:
+            told = f"at most {w.MAX_RUNS} programs run at once on one socket"
             return self._say(m.Error("overloaded", told, gen=run, retryable=True))
         task = self._runs[run] = asyncio.create_task(self._run(asked))
         task.add_done_callback(lambda _: self._over(run))
@@ -98,14 +98,14 @@ class Programs:
         for key in [key for key in self._waiting if key[0] == run]:
             self._waiting.pop(key).cancel()
         if not self._runs and self._client is not None:
-            client, self._client = self._client, None
+            client, self._client, self._backend = self._client, None, None
             closing = asyncio.create_task(client.close())
             _CLOSING.add(closing)
             closing.add_done_callback(_CLOSING.discard)
 
     async def _run(self, asked: w.RunProgram) -> None:
         try:
-            backend = await self._backend()
+            backend = await self._connected()
             held, functions = await self._graph(asked, backend)
 
             async def tell(event: Told) -> None:
@@ -146,13 +146,13 @@ class Programs:
             told = w.ProgramDelta(asked.run, event.path, event.var, event.text, list(event.ids))
             self._say(told)
 
-    async def _backend(self) -> Backend:
+    async def _connected(self) -> Backend:
         async with self._opening:
-            if self._client is None:
+            if self._backend is None:
                 client = InProcessClient(self._service, self._principal)
                 await client.__aenter__()
-                self._client = client
-            return ClientBackend(self._client)
+                self._client, self._backend = client, ClientBackend(client)
+            return self._backend
 
 
 _CLOSING: set[asyncio.Task[None]] = set()

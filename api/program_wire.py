@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from spec_serve.api.parts import Constrained, Part
 
 MAX_GRAPH = 1 << 20  # bytes
+MAX_RUNS = 32  # at once in one session
 MAX_ANSWER = 1 << 20  # characters a call may give back
 
 Run = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]

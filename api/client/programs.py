@@ -23,6 +23,7 @@ class ProgramDesk:
         self._say = say
         self._running: dict[str, asyncio.Queue[w.Answers | Exception]] = {}
         self._numbers = itertools.count()
+        self._room = asyncio.Semaphore(w.MAX_RUNS)
 
     async def run(
         self,
@@ -34,25 +35,26 @@ class ProgramDesk:
     ) -> AsyncGenerator[w.Answers, None]:
         """What the server says of one run, to its `ProgramEnd`; fields as of `RunProgram`.
 
-        Leaving early ends the run. A drop of the connection ends it, too. Raises ServerError,
-        ConnectionLost.
+        Waits while as many run on this connection as may. Leaving early ends the run, and so does
+        a drop of the connection. Raises ServerError, ConnectionLost.
         """
-        run = f"p{next(self._numbers)}"
-        queue = self._running[run] = asyncio.Queue()
-        over = False
-        try:
-            await self._say(w.RunProgram(run, name, graph, arguments or {}, events))
-            while not over:
-                said = await queue.get()
-                over = isinstance(said, Exception | w.ProgramEnd)
-                if isinstance(said, Exception):
-                    raise said
-                yield said
-        finally:
-            del self._running[run]
-            if not over:
-                with contextlib.suppress(ConnectionLost):
-                    await self._say(m.Cancel(run))
+        async with self._room:
+            run = f"p{next(self._numbers)}"
+            queue = self._running[run] = asyncio.Queue()
+            over = False
+            try:
+                await self._say(w.RunProgram(run, name, graph, arguments or {}, events))
+                while not over:
+                    said = await queue.get()
+                    over = isinstance(said, Exception | w.ProgramEnd)
+                    if isinstance(said, Exception):
+                        raise said
+                    yield said
+            finally:
+                del self._running[run]
+                if not over:
+                    with contextlib.suppress(ConnectionLost):
+                        await self._say(m.Cancel(run))
 
     async def answer(self, call: w.ProgramCall, text: str, error: str | None = None) -> None:
         """Give back what a call gave."""

@@ -301,3 +301,26 @@ def test_streams_and_batches_of_graphs() -> None:
         assert got == [(await bound.arun(**one, on=client))["out"] for one in many]
 
     on_tiny(go)
+
+
+def test_what_branches_begin_with_is_computed_once() -> None:
+    @ss.program
+    async def forking(s: ss.State, text: str) -> Any:
+        s += ss.user("x")
+        s += ss.assistant(ss.gen("a", max_tokens=2))
+        s += ss.user(text)
+        with s.fork(3) as branches:
+            for number, branch in enumerate(branches):
+                branch += ss.assistant(str(number), ss.gen("b", max_tokens=2))
+        await branches.join()
+        s += ss.user("y")
+        s += ss.assistant(ss.gen("c", max_tokens=1))
+        metas = [branch.meta("b") for branch in branches]
+        return [[meta.prompt_tokens - meta.cached for meta in metas], s["a"]]
+
+    async def go(client: Client) -> None:
+        # Only the first one computes the text: the others wait for that.
+        anew, _ = (await forking.arun("the one " * 40, on=client)).value
+        assert sorted(anew)[1] <= 4 and max(anew) > 40, anew
+
+    on_tiny(go)

@@ -20,6 +20,7 @@ def test_every_transport_and_an_engine_process(tmp_path: Path) -> None:
     bound = wide.bind(key="k")
 
     async def once(client: Client) -> Any:
+        assert client.hello is not None and client.hello.programs
         graph = await bound.acompile(on=client)
         compiled = await told(await graph.arun("the", on=client))
         assert compiled == await told(await bound.arun("the", on=client))
