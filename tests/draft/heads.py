@@ -24,6 +24,7 @@ from spec_serve.draft.eagle import read_eagle
 from spec_serve.draft.eagle3 import read_eagle3
 from spec_serve.draft.feature import FeatureDrafter
 from spec_serve.draft.head import FeatureHead, TargetParts
+from spec_serve.draft.modules import ModulesDrafter
 from spec_serve.draft.nextn import read_nextn
 from spec_serve.draft.parallel import ParallelDrafter
 from spec_serve.kernels.reference import TorchAttention
@@ -222,6 +223,10 @@ def for_target(kind: str, model: Transformer, taps: tuple[int, ...] = (1, 2, 3))
     if kind == "eagle":
         tensors = fill(eagle_shapes(True, embedding=False), 1)
         file = read_eagle(checkpoint(raw, tensors), model.config)
+    elif kind == "modules":
+        held = checkpoint(raw, fill(module_shapes(), 6))
+        files = read_nextn(held, model.config)
+        return ModulesDrafter([FeatureHead(file, own) for file in files], attention)
     elif kind == "nextn":
         tensors = fill(nextn_shapes("mimo"), 2)
         (file,) = read_nextn(checkpoint(raw, tensors), model.config)
@@ -237,6 +242,15 @@ def for_target(kind: str, model: Transformer, taps: tuple[int, ...] = (1, 2, 3))
         file = read_eagle3(checkpoint(raw, tensors), model.config, taps)
     made = ParallelDrafter if kind == "p-eagle" else FeatureDrafter
     return made(FeatureHead(file, own), attention)
+
+
+def module_shapes(count: int = 3) -> dict[str, tuple[int, ...]]:
+    """Several of MiMo's modules."""
+    return {
+        name.replace("mtp_layers.0", f"mtp_layers.{k}"): shape
+        for k in range(count)
+        for name, shape in nextn_shapes("mimo").items()
+    }
 
 
 def p_eagle_shapes() -> dict[str, tuple[int, ...]]:

@@ -71,6 +71,7 @@ def asked() -> list[Request]:
         ("nextn", (3, 2)),
         ("dflash", (3, 3)),
         ("p-eagle", (4, 2)),
+        ("modules", (4, 2)),
     ],
 )
 def test_text_with_a_head_is_text_without(kind: str, shape: tuple[int, int]) -> None:
@@ -80,7 +81,7 @@ def test_text_with_a_head_is_text_without(kind: str, shape: tuple[int, int]) -> 
     assert on.stats().drafted > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "modules"])
 def test_a_cache_hit_changes_no_guess(kind: str) -> None:
     recorder = Recorder(drafter(kind))
     on = engine("none", draft=recorder, depth=3, width=2, step_tokens=16)
@@ -104,7 +105,7 @@ def test_a_cache_hit_changes_no_guess(kind: str) -> None:
     same(warm, recorder.trees, 6)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "p-eagle"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "p-eagle", "modules"])
 def test_guesses_may_reach_beyond_the_context(kind: str) -> None:
     prompt = prompts(1, 16, 16, seed=12)[0]
     said = tokens(engine(max_context=len(prompt) + 6), prompt, 6)

@@ -23,6 +23,7 @@ from tests.draft.heads import (
     checkpoint,
     features,
     fill,
+    module_shapes,
     nextn_shapes,
     parts,
     propose,
@@ -76,14 +77,7 @@ def module(held: dict[str, Tensor], k: int, tokens: Tensor, before: Tensor) -> T
 
 
 def three() -> dict[str, Tensor]:
-    shapes = nextn_shapes("mimo")
-    more = {
-        name.replace("mtp_layers.0", f"mtp_layers.{k}"): shape
-        for k in (1, 2)
-        for name, shape in shapes.items()
-        if "mtp_layers" in name
-    }
-    return fill({**shapes, **more}, 77)
+    return fill(module_shapes(), 77)
 
 
 def drafter(held: dict[str, Tensor]) -> ModulesDrafter:
