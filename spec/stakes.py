@@ -122,7 +122,8 @@ class Stakes:
         expected = self.cost.at(nodes, context, count)
         plain = self.cost.at(count, context, count)
         ms = result.verify_us / 1e3
-        self.cost.observe(nodes, ms, context, count)
+        if not any(twig.forced for twig in job.twigs):  # cheaper: the head was left out for some
+            self.cost.observe(nodes, ms, context, count)
         ms = min(max(ms, expected / SURPRISE), expected * SURPRISE)
         each = count * max(ms / plain - 1.0, 0.0) / max(nodes - count, 1)
         draft_ms = result.draft_us / 1e3 if job.plan.nodes and job.drafting else 0.0
