@@ -46,11 +46,12 @@ def quickest(device: TorchDevice, n: int, most: int = 6, seconds: float = 0.3) -
     return min(times)
 
 
-def measure(device: TorchDevice, sizes: list[int], seconds: float = 1.5) -> CostCurve:
+def measure(device: TorchDevice, sizes: list[int], seconds: float = 1.0) -> CostCurve:
     """The cost of a step over n nodes, for each n of `sizes` (ascending), and of their context.
 
     All sizes take turns, so that other work on the machine makes none of them look dear against
-    the others; the quickest of each counts. Takes `seconds`, or three rounds if they take longer.
+    the others; the quickest of each counts. Takes about `seconds`, or two rounds if those take
+    longer; trees are seldom large, so that large sizes are timed once.
     """
     table = device.pool.table
     length = min(CONTEXT, device.pool.slots, table.shape[1] - 1) - WIDE
@@ -60,13 +61,13 @@ def measure(device: TorchDevice, sizes: list[int], seconds: float = 1.5) -> Cost
         before = table[0].clone()
         table[0, :length] = torch.arange(1, length + 1, device=table.device)
     times: dict[tuple[int, int], list[float]] = {key: [] for key in asked}
-    for key in asked:
-        _timed(device, *key)  # what is made at the first step of a size
+    _timed(device, 1)
     begun = perf_counter()
     rounds = 0
     while rounds < 2 or (rounds < 8 and perf_counter() - begun < seconds):
-        for key, taken in times.items():
-            taken.append(_timed(device, *key))
+        for (n, behind), taken in times.items():
+            if rounds < 1 or n <= 2 * WIDE:
+                taken.append(_timed(device, n, behind))
         rounds += 1
     least = {key: min(taken) for key, taken in times.items()}
     points = [(n, least[n, 0]) for n in sizes]
