@@ -214,7 +214,7 @@ class Builder:
                 continue  # a drafter with taps has grown a tree for it all the same
             if row.sources is None and row.device_tree is None and row.walk is None:
                 continue
-            if row.emitted == 0 and self._mode(row) == "auto":
+            if row.emitted == 0 and self._mode(row) == "auto" and not row.forced(1):
                 continue  # guesses would only delay the first token
             if (
                 (row.rest or row.purse.held < least)

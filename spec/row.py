@@ -175,9 +175,7 @@ class Row:
         floor: chance of being accepted below which a look-up's chain is not followed on.
         """
         candidates = Candidates(floor)
-        trunk: list[int] = []
-        if self.walk is not None and (allowed is None or SOURCE in allowed):
-            trunk = self.walk.forced_run(depth)
+        trunk = self.forced(depth)
         self.trunk, end = len(trunk), candidates.add_certain(trunk, SOURCE)
         if self.device_tree is not None and (allowed is None or drafter in allowed):
             tokens, parents, scores = self.device_tree
@@ -208,6 +206,13 @@ class Row:
             certain = allowed is None or SOURCE in allowed
             candidates = self.walk.prune(candidates, limit, depth if certain else 0)
         return candidates if candidates.tokens else None
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens that must come next, `most` at most; none if the request has them not drafted."""
+        allowed = self.request.speculation.sources
+        if self.walk is None or (allowed is not None and SOURCE not in allowed):
+            return []
+        return self.walk.forced_run(most)
 
     def force(self, emitting: bool) -> None:
         """Tell the sampling at which nodes a single token can follow: no logits are needed there,

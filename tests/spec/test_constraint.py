@@ -440,3 +440,13 @@ def test_a_guess_the_matcher_gives_up_at_fails_only_who_follows_it(
         assert on.failed == "" and not on.over
         assert on.take(followed) == 1
         assert (on.failed, on.over) == (("too much", True) if followed is bad else ("", False))
+
+
+def test_what_is_forced_first_comes_with_the_first_token() -> None:
+    """Known without the model, it delays nothing; other guesses wait for the first token."""
+    nested = len(ids('{"name_of_person":'))
+    for name, least, most in (("nested json", nested, nested + 2), ("date", 1, 1)):
+        asked = request(PROMPT, 64, constraint=SIX[name], eos=EOS)
+        (done,), (plain,) = run(constrained("lookup", nodes=32), asked), run(constrained(), asked)
+        assert done.tokens == plain.tokens
+        assert least <= done.steps[0].accepted + 1 <= most
