@@ -140,9 +140,12 @@ FORMATS: tuple[Format, ...] = (
 def recognise(weights: Weights) -> Format | None:
     """The format of a drafter's checkpoint; None = an ordinary language model, or unknown."""
     names = list(weights.names())
-    if "model.layers.0.input_layernorm.weight" in names and "model.norm.weight" in names:
-        return None  # a whole model, whatever else it brings
-    return next((entry for entry in FORMATS if entry.fits(names)), None)
+    # A whole model may bring NEXTN modules; named as a draft, the model itself is meant.
+    whole = "model.layers.0.input_layernorm.weight" in names and "model.norm.weight" in names
+    for entry in FORMATS:
+        if entry.fits(names) and not (whole and entry.name == "nextn"):
+            return entry
+    return None
 
 
 def open_draft(path: Path) -> Checkpoint:

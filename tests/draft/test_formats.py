@@ -120,6 +120,10 @@ LAYOUTS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[
     "specforge": (lambda t: {n: x for n, x in t.items() if "embed" not in n}, EAGLE3),
     "layers.0": (lambda t: renamed(t, ("midlayer.", "layers.0.")), EAGLE3),
     "model.": (lambda t: {f"model.{n}": x for n, x in t.items()}, EAGLE3),
+    "model.layers.0": (
+        lambda t: {f"model.{n}": x for n, x in renamed(t, ("midlayer.", "layers.0.")).items()},
+        EAGLE3,
+    ),
     "draft_model.": (lambda t: {f"draft_model.{n}": x for n, x in t.items()}, EAGLE3),
     "no t2d": (lambda t: {n: x for n, x in t.items() if n != "t2d"}, EAGLE3),
     "nested ids": (
@@ -282,6 +286,7 @@ def test_a_padded_vocabulary_passes(target: Transformer, tmp_path: Path) -> None
 
 def test_a_whole_model_is_no_head() -> None:
     tensors = fill(dict(expected_tensors(target_config(2), "model.")), 1)
+    tensors |= fill(nextn_shapes("mimo"), 2)
     assert recognise(checkpoint(CONFIG, tensors)) is None
 
 
