@@ -1,8 +1,8 @@
 """One program four ways: run by the server, compiled here, interpreted, and as OpenAI's HTTP calls.
 
-The program is the extraction of docs/programs.md: a form filled in by choices, two look-ups that
-take `--page-s` each, and four answers. All ways ask the same of the same server, by turns, with
-another ticket each time; and once more with look-ups that take no time, so that the gain comes
+The program extracts from a ticket: a form filled in by choices, two look-ups that take `--page-s`
+each, and four answers, of which two need them. All ways ask the same of the same server, by turns,
+each time of another ticket; and once more with look-ups that take no time, so that the gain comes
 apart. Run it as `python -m spec_serve.bench.programs --url ws://host:port`. Starts no server.
 """
 
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import spec_serve.lang as ss
@@ -29,7 +29,8 @@ FORM = {
     "urgency": ["low", "high"],
     "team": ["office", "operations", "development"],
 }
-ASKED = ("Sum it up.", "Name one step.", "Who is to be asked?", "What does the customer lose?")
+OF_THE_TICKET = ("Sum it up.", "What does the customer lose?")
+OF_THE_PAGES = ("Name one step.", "Who is to be asked?")
 TICKET = "Query {:05d} on table {} is slow since the migration."
 LIMIT = 16
 WAYS = ("beside", "compiled", "interpreted", "plain")
@@ -81,17 +82,24 @@ def program(fetch: Callable[[str], Awaitable[str]]) -> ss.Program:
         s += ss.assistant("The form", form)
         for name in FORM:
             await s[name]
+        first = await answers(s, OF_THE_TICKET)
         notes = await s.call(fetch, "notes")
         people = await s.call(fetch, "people")
         s += ss.user("Notes: ", notes, "\nPeople: ", people)
-        with s.fork(len(ASKED)) as branches:
-            for branch, question in zip(branches, ASKED, strict=True):
-                branch += ss.user(question)
-                branch += ss.assistant(ss.gen("x", max_tokens=LIMIT, ignore_eos=True))
-        await branches.join()
-        return [*(s[name] for name in FORM), *(branch["x"] for branch in branches)]
+        then = await answers(s, OF_THE_PAGES)
+        return [*(s[name] for name in FORM), *first, *then]
 
     return extract
+
+
+async def answers(s: ss.State, questions: Sequence[str]) -> list[ss.Value]:
+    """To each question one, in branches, all of the same length so that all ways do as much."""
+    with s.fork(len(questions)) as branches:
+        for branch, question in zip(branches, questions, strict=True):
+            branch += ss.user(question)
+            branch += ss.assistant(ss.gen("x", max_tokens=LIMIT, ignore_eos=True))
+    await branches.join()
+    return [branch["x"] for branch in branches]
 
 
 async def plain(http: str, fetch: Callable[[str], Awaitable[str]], ticket: str) -> list[str]:
@@ -124,10 +132,11 @@ async def plain(http: str, fetch: Callable[[str], Awaitable[str]], ticket: str) 
     for name, choices in FORM.items():
         asked = f"Ticket: {ticket}\nFill in the form: {name}" if not found else f"And {name}?"
         found.append(await chat(asked, choices))
+    found += [await chat(question, keep=False) for question in OF_THE_TICKET]
     notes = await fetch("notes")
     people = await fetch("people")
     seen = f"Notes: {notes}\nPeople: {people}\n"
-    return [*found, *[await chat(seen + question, keep=False) for question in ASKED]]
+    return [*found, *[await chat(seen + question, keep=False) for question in OF_THE_PAGES]]
 
 
 Times = dict[str, list[float]]
