@@ -153,7 +153,7 @@ def paths(trees: Trees, row: int) -> dict[tuple[int, ...], float]:
 
 
 def native(file: HeadFile) -> tuple[NativeHead, int]:
-    return load_native_head(file, target()), len(file.config.taps) * 64
+    return load_native_head(file, target(), activations=16), len(file.config.taps) * 64
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

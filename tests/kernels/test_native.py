@@ -10,7 +10,7 @@ from gguf import quants
 from torch import Tensor
 
 from spec_serve.kernels.cpu import native
-from spec_serve.kernels.cpu.native import FORMS, ISAS, PackedMatrix, Pool, fits
+from spec_serve.kernels.cpu.native import FORMS, ISAS, Arena, PackedMatrix, Pool, fits
 
 OUTPUTS, INPUTS = 88, 512  # not a multiple of a group's 16 rows
 
@@ -123,6 +123,16 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool) -> None:
     assert "multiple of 32" in fits("Q4_0", 16, 48)
     with pytest.raises(ValueError, match="multiple of 32"):
         PackedMatrix("Q4_0", torch.zeros(100, dtype=torch.uint8), 16, 48, pool)
+
+
+def test_an_arenas_pieces_are_zero_aligned_and_apart() -> None:
+    arena = Arena()
+    pieces = [arena.take(n) for n in (1, 100, 64, Arena.CHUNK + 1, 7)]
+    for i, piece in enumerate(pieces):
+        assert piece.data_ptr() % 64 == 0 and not piece[: 1 << 16].any() and not piece[-1]
+        piece[:64] = i + 1
+    assert [int(piece[0]) for piece in pieces] == [1, 2, 3, 4, 5]
+    assert [len(piece) for piece in pieces[:3]] == [64, 128, 64]
 
 
 def test_memory_is_little_more_than_the_files(pool: Pool) -> None:
