@@ -17,7 +17,7 @@ from math import exp, log, log2, sqrt
 _JITTER = 0.15**2  # variance of the logarithm of one timing
 _DRIFT = 0.03**2  # of the machine's speed from one timing to the next
 _START = 0.2**2  # of its speed at first
-_DOUBT = 0.15**2  # of a size's measured cost against that of half as many nodes
+_DOUBT = 0.25**2  # of a size's measured cost against that of half as many nodes
 _CONTEXT = 0.5**2  # of the measured cost of context
 _RECALL = 0.02  # share of the errors that is forgotten every `_EVERY` timings, as doubt returns
 _EVERY = 64

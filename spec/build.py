@@ -62,7 +62,9 @@ class Builder:
         self._chooser = Chooser(
             cost, draft_cost, self.calibration, self._name, max_nodes, self._taps
         )
-        self._stakes = Stakes(cost, max_nodes)
+        pool = store.pool
+        computes = pool is not None and pool.device.type == "cpu"
+        self._stakes = Stakes(cost, max_nodes, computes)
         self._built: list[Part] = []  # of the job built last
 
     def grow_always(self, depth: int, width: int) -> None:
@@ -161,6 +163,7 @@ class Builder:
             lean = Plan(0, 0, 0)
             job, rows, starved = self._grant(parts, lean)
         self._built = parts
+        self._stakes.begin()
         return job, rows, starved
 
     def _plan(self, picked: Sequence[tuple[Row, int]]) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import process_time
 
 from spec_serve.draft.budget import best_count
 from spec_serve.draft.cost import CostCurve
@@ -38,11 +39,14 @@ class Part:
 
 
 class Stakes:
-    """Shares out guesses. most: nodes per row and step at most."""
+    """Shares out guesses. most: nodes per row and step at most. computes: steps run on this
+    process's own threads and not on another device."""
 
-    def __init__(self, cost: CostCurve, most: int) -> None:
+    def __init__(self, cost: CostCurve, most: int, computes: bool = False) -> None:
         self.cost = cost
+        self._computes = computes
         self._most = most
+        self._busy = process_time()
         self.bounded = True  # rows bet no more than they have
         self._asking_ms = 0.0  # what asking one row's look-ups takes, lately
 
@@ -108,6 +112,10 @@ class Stakes:
         paid = part.row.purse.nodes(most, given, self.cost, context, emitting)
         return min(most, certain + paid)
 
+    def begin(self) -> None:
+        """A step's job is built."""
+        self._busy = process_time()
+
     def settle(self, job: Job, parts: Sequence[Part], result: Result) -> float:
         """A decoding step is over: correct the costs, and pay the rows of the job what they won.
 
@@ -122,6 +130,9 @@ class Stakes:
         expected = self.cost.at(nodes, context, count)
         plain = self.cost.at(count, context, count)
         ms = result.verify_us / 1e3
+        if self._computes:
+            # Of a step that took longer than all threads computed, others had the processor.
+            ms = min(ms, (process_time() - self._busy) * 1e3)
         if not any(twig.forced for twig in job.twigs):  # cheaper: the head was left out for some
             self.cost.observe(nodes, ms, context, count)
         ms = min(max(ms, expected / SURPRISE), expected * SURPRISE)

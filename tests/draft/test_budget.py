@@ -27,9 +27,9 @@ def test_curve_follows_live_timings_and_ignores_wild_ones() -> None:
         curve.observe(4, 30.0)
     assert curve.at(4) == pytest.approx(30.0, rel=0.1)
     before = curve.at(1)
-    for _ in range(16):
+    for _ in range(4):
         curve.observe(1, before * 1000)
-    assert curve.at(1) < before * 4
+    assert curve.at(1) < before * 2.5
     curve.observe(0, 5.0)
     curve.observe(10_000, 5.0)
 
