@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spec_serve.draft.train.answers import Answer, Task
     from spec_serve.draft.train.loop import Told
     from spec_serve.draft.train.session import Folder, Ready
+    from spec_serve.draft.train.start import Start
     from spec_serve.spec.engine import Engine
     from spec_serve.target.tokenizer import Tokenizer
 
@@ -56,6 +57,10 @@ def parser() -> Parser:
     add("--prompts", metavar="FILE", action="append", default=[], help="JSON lines of prompts")
     add("--code-prompts", action="store_true",
         help="also prompts about Python's own library")  # fmt: skip
+    add("--adapt", metavar="HEAD",
+        help="train this head (folder or short name) further, and export it only if it got better")  # fmt: skip # noqa: E501
+    add("--traffic", metavar="FILE",
+        help="what the target said already: JSON lines of `messages` and `answer`")  # fmt: skip
     add("--answers", type=int, default=0, metavar="N", help="answers wanted; 0 = all prompts")
     add("--max-tokens", type=int, default=220, metavar="N", help="of an answer (default: 220)")
     add("--max-prompt", type=int, default=420, metavar="N",
@@ -126,6 +131,9 @@ def _run(stage: str, folder: Folder, given: argparse.Namespace, settings: Settin
             best = train(folder, given, settings, update)
         say(f"best head: {_told(best)}")
     else:
+        if given.adapt and not folder.best.exists():
+            say("the head did not get better; nothing is written")
+            return
         size = export(folder, given, settings)
         say(f"head of {size / 1e6:.1f} MB in {_out(folder, given)}")
 
@@ -170,6 +178,8 @@ def answer(folder: Folder, given: argparse.Namespace, settings: Settings, update
     from spec_serve.spec.assemble import EngineOptions
     from spec_serve.spec.load import build_engine
 
+    if given.traffic:
+        return _told_before(folder, given, settings)
     prompts = [one for path in given.prompts for one in read_prompts(Path(path))]
     if given.code_prompts:
         prompts += code_prompts()
@@ -197,6 +207,34 @@ def answer(folder: Folder, given: argparse.Namespace, settings: Settings, update
             yield one
 
     return add_answers(folder.answers, counted())
+
+
+def _told_before(folder: Folder, given: argparse.Namespace, settings: Settings) -> int:
+    """Take answers over from a file of traffic; returns how many were added."""
+    from spec_serve.draft.train.answers import (
+        Answer,
+        add_answers,
+        held_out,
+        read_answers,
+        read_traffic,
+    )
+    from spec_serve.target.hub import resolve
+    from spec_serve.target.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve(str(settings["target"]), progress=False))
+    done = {one.number for one in read_answers(folder.answers)}
+
+    def made() -> Iterator[Answer]:
+        for number, (messages, text) in enumerate(read_traffic(Path(given.traffic))):
+            if number in done:
+                continue
+            prompt = tokenizer.render_chat(messages)
+            ids = tokenizer.encode(text)[: given.max_tokens]
+            if len(prompt) <= given.max_prompt:
+                held = held_out(messages[-1]["content"])
+                yield Answer(number, "traffic", 0.0, held, prompt, ids)
+
+    return add_answers(folder.answers, made())
 
 
 def answers(
@@ -272,6 +310,19 @@ def _taps(config: Mapping[str, Any]) -> tuple[int, ...]:
     return default_taps(layers)
 
 
+def _start(given: argparse.Namespace, config: Mapping[str, Any]) -> Start | None:
+    """The head that is trained further, if one is named."""
+    if not given.adapt:
+        return None
+    from spec_serve.draft.heads import find_head
+    from spec_serve.draft.train.start import read_start
+    from spec_serve.target.config import ModelConfig
+    from spec_serve.target.weights import open_checkpoint
+
+    head = open_checkpoint(find_head(given.adapt) or Path(given.adapt))
+    return read_start(head, ModelConfig.from_checkpoint_config(config))
+
+
 def capture(folder: Folder, given: argparse.Namespace, settings: Settings, update: Update) -> int:
     """Capture the features of all answers; returns how many sequences were added."""
     import torch
@@ -290,7 +341,8 @@ def capture(folder: Folder, given: argparse.Namespace, settings: Settings, updat
     else:
         kind = torch.float32 if device.type == "cpu" else torch.bfloat16
         model = load_model(checkpoint, kind, device)
-    taps = _taps(checkpoint.config)
+    start = _start(given, checkpoint.config)
+    taps = _taps(checkpoint.config) if start is None else start.shape.taps
     capturer = Capturer(model, attention_for(model), taps, given.max_prompt + given.max_tokens)
     total = sum(1 for _ in read_answers(folder.answers))
     begun = time.monotonic()
@@ -310,6 +362,7 @@ def prepare(folder: Folder, given: argparse.Namespace, settings: Settings) -> Re
     from spec_serve.target.tokenizer import load_tokenizer
 
     checkpoint = _checkpoint(settings)
+    start = _start(given, checkpoint.config)
     options = TrainOptions(
         pairs=given.pairs,
         unrolled=given.unrolled,
@@ -324,8 +377,9 @@ def prepare(folder: Folder, given: argparse.Namespace, settings: Settings) -> Re
         folder,
         checkpoint,
         options,
-        taps=_taps(checkpoint.config),
+        taps=_taps(checkpoint.config) if start is None else start.shape.taps,
         draft_vocab=given.draft_vocab,
+        start=start,
         ends=load_tokenizer(resolve(str(settings["target"]), progress=False)).eos_ids,
         candidates=given.candidates,
         device=_device(settings),

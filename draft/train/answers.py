@@ -59,6 +59,32 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+def read_traffic(path: Path) -> list[tuple[list[dict[str, str]], str]]:
+    """(messages, answer) of each line of JSON. ValueError names the line that is not one."""
+    found = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                read: Any = json.loads(line)
+                messages = [
+                    {"role": str(one["role"]), "content": str(one["content"])}
+                    for one in read["messages"]
+                ]
+                found.append((messages, str(read["answer"])))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path.name}: line {number}: not an object with messages and answer"
+                ) from error
+    return found
+
+
+def held_out(text: str) -> bool:
+    """Whether what belongs to this text is only ever measured on."""
+    return zlib.crc32(text.encode()) % HELD_OUT == 0
+
+
 def make_tasks(
     prompts: Sequence[tuple[str, str]],
     temperatures: Sequence[float] = (0.0, 0.7, 1.0),
@@ -74,7 +100,7 @@ def make_tasks(
     for source, prompt in prompts:
         code = zlib.crc32(prompt.encode())
         chance = random.Random(code + seed)
-        if code % HELD_OUT == 0:
+        if held_out(prompt):
             made.append((source, prompt, 0.0, True))
         elif source.startswith(tuple(often)):
             made += [(source, prompt, temperature, False) for temperature in temperatures]

@@ -14,20 +14,22 @@ COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a
 
 
 def plot(log: Sequence[Mapping[str, Any]]) -> str:
-    """SVG of a log: each entry has pairs, loss [S], depths [D] and per_step. "" if it is empty."""
-    if not log:
+    """SVG of a log: each entry has pairs, depths [D] and per_step, those behind the first also
+    loss [S]. "" with fewer than two."""
+    if len(log) < 2:
         return ""
     pairs = [float(entry["pairs"]) for entry in log]
-    steps = len(log[0]["loss"])
+    steps = len(log[1]["loss"])
     losses = [
-        (f"loss, step {i + 1}", [float(entry["loss"][i]) for entry in log]) for i in range(steps)
+        (f"loss, step {i + 1}", [float(entry["loss"][i]) for entry in log[1:]])
+        for i in range(steps)
     ]
     depths = len(log[0]["depths"])
     accepted = [
         (f"accepted to depth {i + 1}", [float(entry["depths"][i]) for entry in log])
         for i in range(depths)
     ]
-    parts = [_panel(0, "cross-entropy", pairs, losses, None)]
+    parts = [_panel(0, "cross-entropy", pairs[1:], losses, None)]
     parts.append(_panel(HEIGHT, "share of held-out places", pairs, accepted, 1.0))
     best = max(float(entry["per_step"]) for entry in log)
     parts.append(

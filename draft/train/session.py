@@ -25,6 +25,7 @@ from spec_serve.draft.train.corpus import Corpus
 from spec_serve.draft.train.head import EagleHead, HeadShape
 from spec_serve.draft.train.loop import Told, Trainer, TrainOptions
 from spec_serve.draft.train.plot import plot
+from spec_serve.draft.train.start import Start, usual_size
 from spec_serve.draft.train.unroll import Teacher
 from spec_serve.draft.train.vocabulary import choose, membership
 from spec_serve.draft.train.warm import TargetParts, target_parts, warm_start
@@ -162,25 +163,30 @@ def prepare(
     taps: tuple[int, ...],
     draft_vocab: int,
     ends: Iterable[int],
+    start: Start | None = None,
     candidates: int = 2048,
     warm_sequences: int = 400,
     device: torch.device | str = "cpu",
 ) -> Ready:
-    """A head from the folder's checkpoint, or a new one started from its target.
+    """A head from the folder's checkpoint, or a new one begun from its target or from `start`.
 
-    ValueError for a folder without captures and for one that holds a head of other sizes.
+    With `start` taps and draft_vocab are that head's. ValueError for a folder without captures and
+    for one that holds a head of other sizes.
     """
     config = ModelConfig.from_checkpoint_config(weights.config)
-    kept = vocabulary(folder, config, draft_vocab, ends)
+    kept = vocabulary(folder, config, draft_vocab, ends) if start is None else start.kept
     known = membership(kept, config.vocab)
     corpus = Corpus(folder.captured(False), known, options.unrolled, device)
     held = Corpus(folder.captured(True), known, options.unrolled, device)
     parts = target_parts(weights)
-    head = EagleHead(head_shape(config, draft_vocab, taps))
+    head = EagleHead(head_shape(config, draft_vocab, taps) if start is None else start.shape)
     going_on = folder.checkpoint.exists()
     if not going_on:
-        first = Corpus(folder.captured(False), known, options.unrolled)
-        warm_start(head, parts, kept, first.examples(warm_sequences), options.seed)
+        first = Corpus(folder.captured(False), known, options.unrolled).examples(warm_sequences)
+        if start is None:
+            warm_start(head, parts, kept, first, options.seed)
+        else:
+            head.take(start.tensors, usual_size(first))
     head.to(device)
     kind = torch.bfloat16 if options.half else torch.float32
     embedding = parts.embedding.to(device, kind)
@@ -200,10 +206,14 @@ def train(
     """Train to the end, or until `told` says False; returns the best acceptance.
 
     Every `every` steps, and at the end, the head is measured, the checkpoint written, the log and
-    its plot continued, and the checkpoint kept as the best one if it is.
+    its plot continued, and the checkpoint kept as the best one if it is. What the head began as is
+    measured too, and never kept: `Folder.best` holds only what is better than the start.
     """
     trainer = ready.trainer
     log = read_log(folder)
+    if not log:
+        begun = {"step": 0, "pairs": 0, **asdict(ready.acceptance())}
+        _note(folder, log, begun)
     best = max((Acceptance(tuple(e["depths"]), e["per_step"]) for e in log), default=None,
                key=lambda found: found.per_step)  # fmt: skip
 
@@ -222,10 +232,7 @@ def train(
             "agreed": list(happened.agreed),
             **asdict(found),
         }
-        log.append(entry)
-        with folder.log.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(entry) + "\n")
-        folder.log.with_suffix(".svg").write_text(plot(log), encoding="utf-8")
+        _note(folder, log, entry)
         return found
 
     def step(happened: Told) -> bool:
@@ -239,6 +246,14 @@ def train(
     if not trainer.done:
         trainer.run(ready.corpus, step)
     return best or ready.acceptance()
+
+
+def _note(folder: Folder, log: list[dict[str, Any]], entry: dict[str, Any]) -> None:
+    """Add a line to the log, and draw its plot anew."""
+    log.append(entry)
+    with folder.log.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(entry) + "\n")
+    folder.log.with_suffix(".svg").write_text(plot(log), encoding="utf-8")
 
 
 def read_log(folder: Folder) -> list[dict[str, Any]]:

@@ -210,10 +210,30 @@ def test_the_command_makes_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[
     head = read_eagle3(open_checkpoint(folder / "head"), config)
     assert head.config.taps == (2, 3, 3) and head.config.draft_vocab == 120
     assert sum(1 for _ in read_answers(Folder(folder).answers)) == 60
+    adapt(model, folder / "head", tmp_path)
     assert cli.main([*argv, "--stages", "bake"]) == 2
     assert cli.main([*argv, "--folder", str(tmp_path / "new"), "--stages", "train"]) == 1
     assert "no captured sequences" in capsys.readouterr().err
     assert "--pairs" in cli_train.parser().format_help()
+
+
+def adapt(model: Path, head: Path, root: Path) -> None:
+    """A head goes on from where it was, and is written only once it is better."""
+    traffic = root / "traffic.jsonl"
+    asked = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(60)]
+    traffic.write_text(
+        "".join(json.dumps({**one, "answer": "the inner one and another"}) + "\n" for one in asked)
+    )
+    run = Folder(root / "adapted")
+    argv = [
+        "train", "--target", str(model), "--folder", str(run.root), "--adapt", str(head),
+        "--traffic", str(traffic), "--pairs", "60", "--every", "1", "--unrolled", "2",
+        "--learning-rate", "1e-9", "--quiet",
+    ]  # fmt: skip
+    assert cli.main(argv) == 0
+    log = read_log(run)
+    assert log[0]["step"] == 0 and log[0]["depths"] == log[-1]["depths"]
+    assert not run.best.exists() and not (run.root / "head").exists()
 
 
 def test_a_plot_of_nothing_is_nothing() -> None:
