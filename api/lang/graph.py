@@ -15,6 +15,7 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,6 +23,7 @@ from weakref import WeakSet
 import msgspec
 
 from spec_serve.api import messages as m
+from spec_serve.api.program_wire import MAX_GRAPH
 from spec_serve.client.answers import ServerError
 from spec_serve.client.programs import ProgramDesk
 from spec_serve.lang.backend import Backend, connected
@@ -117,7 +119,7 @@ class Graph:
         """To a file. Raises ProgramError for a partial graph, which needs its program."""
         if self.held.cut:
             raise ProgramError(f"a partial graph can't be saved: {self.held.cut}")
-        Path(path).write_bytes(msgspec.msgpack.encode(self.held))
+        Path(path).write_bytes(self._encoded)
 
     @staticmethod
     def load(
@@ -162,10 +164,16 @@ class Graph:
     def _beside(self, backend: Backend) -> ProgramDesk | None:
         """Who runs it on the server, if that is possible."""
         desk = getattr(backend, "programs", None)
-        return desk if isinstance(desk, ProgramDesk) and not self.held.cut else None
+        if not isinstance(desk, ProgramDesk) or self.held.cut:
+            return None
+        return desk if len(self._encoded) <= MAX_GRAPH else None
 
     def _remote(self, given: dict[str, Any], listen: bool) -> Remote:
-        return Remote(self.held, self._functions, self._types, given, listen)
+        return Remote(self.held, self._encoded, self._functions, self._types, given, listen)
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self.held)
 
     async def _drive(self, run: Run, given: dict[str, Any]) -> Result:
         if self._program is not None and self.held.cut:

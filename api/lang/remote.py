@@ -31,20 +31,24 @@ IN_PROGRAM, IN_CALL = "program", "call"  # `param` of errors: of the program, of
 
 
 class Remote:
-    """One run. given: arguments by name; listen: whether events go to `events`."""
+    """One run. encoded: what the server is sent; given: arguments by name.
+
+    listen: whether events go to `events`.
+    """
 
     tracing = False
 
     def __init__(
         self,
         held: Held,
+        encoded: bytes,
         functions: Mapping[str, Callable[..., Any]],
         types: Mapping[str, Any],
         given: Mapping[str, Any],
         listen: bool,
     ) -> None:
-        self._graph, self._functions, self._types = held, functions, types
-        self._given = given
+        self._graph, self._encoded, self._given = held, encoded, given
+        self._functions, self._types = functions, types
         self.events: asyncio.Queue[e.Event | None] | None = asyncio.Queue() if listen else None
         self._parse = {one.key: one.parse for one in asked(held.ops) if isinstance(one, Gen)}
         self._ops = {one.key: one for one in every(held.ops) if isinstance(one, Call)}
@@ -59,9 +63,8 @@ class Remote:
         for name, value in self._given.items():
             with contextlib.suppress(TypeError):  # what is only handed to calls needs no text
                 texts[name] = written(value)
-        wire = msgspec.msgpack.encode(self._graph)
         listen = self.events is not None
-        said = desk.run(graph=wire, arguments=texts, events=listen)
+        said = desk.run(graph=self._encoded, arguments=texts, events=listen)
         try:
             async with aclosing(said):
                 async for message in said:
