@@ -129,9 +129,7 @@ class Conversation:
     def messages(self) -> list[dict[str, str]]:
         """The turns as a chat has them."""
         texts = iter(self.said)
-        return [
-            {"role": turn.role, "content": _text(turn.parts, texts)} for turn in self.turns
-        ]
+        return [{"role": turn.role, "content": _text(turn.parts, texts)} for turn in self.turns]
 
     @property
     def text(self) -> str:

@@ -138,6 +138,4 @@ def drawn(ops: Iterable[Op]) -> str:
 
 
 def _arrow(start: tuple[int, int], end: tuple[int, int]) -> str:
-    return (
-        f'<line x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}" stroke="#5f6368"/>'
-    )
+    return f'<line x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}" stroke="#5f6368"/>'

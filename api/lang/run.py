@@ -256,9 +256,7 @@ class Run:
                     held.end(dropped)
             raise
 
-    def _fail(
-        self, thread: Thread, op: Queued, error: Exception
-    ) -> None:
+    def _fail(self, thread: Thread, op: Queued, error: Exception) -> None:
         thread.failed = thread.failed or error
         if isinstance(op, asyncio.Future):
             if not op.done():
