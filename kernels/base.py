@@ -8,6 +8,7 @@ row's twig, its ancestors and itself.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Protocol
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from spec_serve.cache.batch import TreeBatch
 from spec_serve.cache.pool import LayerKV
+
+# bfloat16 products in hardware begin with this compute capability.
+OLDEST = (8, 0)
 
 
 class AttentionPlan(Protocol):
@@ -50,12 +54,41 @@ class AttentionBackend(Protocol):
 
 
 def pick_backend(device: torch.device | str, name: str = "auto") -> AttentionBackend:
-    """The backend for a device: "auto" or "torch" (the reference, which runs anywhere).
+    """The backend for a device: "torch" (the reference, which runs anywhere), "triton" or "auto".
 
-    On a CPU attention is exact: a token's bits do not depend on the tree it was computed in.
+    auto: Triton's on an NVIDIA GPU that it serves, else torch's. On a CPU attention is exact: a
+    token's bits do not depend on the tree it was computed in. ValueError says why not.
     """
     from spec_serve.kernels.reference import TorchAttention
 
-    if name not in ("auto", "torch"):
-        raise ValueError(f"attention: unknown backend {name!r}; choose auto or torch")
-    return TorchAttention(exact=torch.device(device).type == "cpu")
+    device = torch.device(device)
+    if name not in ("auto", "torch", "triton"):
+        raise ValueError(f"attention: unknown backend {name!r}; choose auto, torch or triton")
+    if name != "torch":
+        reason = _no_triton(device)
+        if not reason:
+            return _triton(device)
+        if name == "triton":
+            raise ValueError(f"attention: {reason}")
+    return TorchAttention(exact=device.type == "cpu")
+
+
+def _no_triton(device: torch.device) -> str:
+    """Why Triton's kernels can't run on a device; empty if they can."""
+    if device.type != "cuda":
+        return f"triton's kernels run on NVIDIA GPUs, not on {device.type}"
+    if not torch.cuda.is_available():
+        return "triton's kernels need an NVIDIA GPU, and torch finds none"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return f"triton's kernels need compute capability {OLDEST[0]}.{OLDEST[1]}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install 'spec-serve[gpu]'"
+    return ""
+
+
+def _triton(device: torch.device) -> AttentionBackend:
+    from spec_serve.kernels.attention_tuning import TunedTiles
+    from spec_serve.kernels.tree_attention import TritonAttention
+
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return TritonAttention(processors, TunedTiles(device))

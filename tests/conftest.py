@@ -4,6 +4,7 @@ Knows nothing of models or of the engine; fixtures that build those stand beside
 use them. `SPEC_SERVE_CACHE` is left alone, so that real models are fetched once, not once a run.
 """
 
+import os
 import random
 
 import numpy
@@ -13,6 +14,10 @@ from hypothesis import settings
 
 # Test processes run side by side and their tensors are tiny: threads would only fight.
 torch.set_num_threads(1)
+
+# Without a GPU Triton's programs run in its interpreter, which is chosen when Triton is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("spec_serve", derandomize=True, deadline=None)
