@@ -21,7 +21,10 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MINIMUM = (2, 9)
 WANTED = "torch>=2.9"
 FALLBACK = "torch==2.13.0"
-CUDA_PREFIXES = ("nvidia-", "cuda-", "triton", "pytorch-triton")
+# Triton is a compiler with an interpreter, which tests use; by itself it brings no CUDA.
+CUDA_PREFIXES = ("nvidia-", "cuda-", "pytorch-triton")
+# Tried beside a CPU build of torch, which asks for none. A CUDA build names its own.
+INTERPRETER = "triton==3.7.1"
 # pip from this version on reads metadata in a dry run instead of fetching whole wheels.
 PIP_WITH_LIGHT_DRY_RUN = (23, 3)
 
@@ -198,6 +201,8 @@ def main() -> int:
     try:
         install_torch()
         pin = f"torch=={installed_torch()}\n"
+        if pin.endswith("+cpu\n"):
+            pin += f"{INTERPRETER}\n"
         # Left alone where nothing changed: make compares the times of files.
         if not given.constraint.exists() or given.constraint.read_text() != pin:
             given.constraint.write_text(pin)

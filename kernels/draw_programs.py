@@ -63,8 +63,10 @@ def logits_at(logits, masks, mask, ids, vocab, words):
     inside = ids < vocab
     x = tl.load(logits + ids, mask=inside, other=NEVER).to(tl.float32)
     word = ids // 64
-    held = tl.load(masks + mask * words + word, mask=inside & (mask >= 0) & (word < words), other=0)
-    allowed = (mask < 0) | (((held >> (ids & 63).to(tl.int64)) & 1) != 0)
+    row = mask + tl.zeros_like(word)  # a scalar would not do beside a block in the interpreter
+    listed = inside & (row >= 0) & (word < words)
+    held = tl.load(masks + row * words + word, mask=listed, other=0)
+    allowed = (row < 0) | (((held >> (ids & 63).to(tl.int64)) & 1) != 0)
     return tl.where(inside & allowed, x, NEVER)
 
 
