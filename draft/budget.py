@@ -83,9 +83,10 @@ def best_count(
 class Purse:
     """What one row may lose by guessing, in plain steps: nobody bets more than he has.
 
-    A tree's bet is what it costs beyond plain decoding; accepted guesses are won. Every token earns
-    a little, so that a row that only ever loses loses `EARNED` a token and its first stake at most,
-    and tries again from time to time, the more seldom the more a try costs.
+    A tree's bet is what it costs beyond plain decoding; accepted guesses are won. Where less than
+    the first stake is left, every token earns a little, so that a row that only ever loses loses
+    `EARNED` a token and its stake at most, and tries again from time to time, the more seldom the
+    more a try costs.
     """
 
     __slots__ = ("held",)
@@ -114,4 +115,10 @@ class Purse:
 
     def settle(self, tokens: int, won: float, bet: float) -> None:
         """A step of the row gave `tokens` tokens; `won` guesses were right, for a bet of `bet`."""
-        self.held = min(self.held + won - bet + tokens * self.EARNED, self.MOST)
+        self.held = min(self.held + won - bet, self.MOST)
+        self.earn(tokens)
+
+    def earn(self, tokens: int = 1) -> None:
+        """So many tokens came."""
+        if self.held < self.STAKE:
+            self.held = min(self.held + tokens * self.EARNED, self.STAKE)

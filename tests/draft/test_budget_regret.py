@@ -231,6 +231,9 @@ def test_a_purse_pays_for_no_more_than_it_holds() -> None:
     assert purse.nodes(32, 1, cost, 0.0, 1) == 2  # three nodes cost 57.5, four 70
     assert purse.nodes(2, 1, cost, 0.0, 1) == 2
     purse.settle(3, 2.0, 0.8)
-    assert purse.held == pytest.approx(1.0 + 2.0 - 0.8 + 3 * Purse.EARNED)
-    purse.settle(1, 0.0, 10.0)
+    assert purse.held == pytest.approx(1.0 + 2.0 - 0.8)
+    purse.settle(1, 0.0, 3.0)
+    assert purse.held == pytest.approx(2.2 - 3.0 + Purse.EARNED)
     assert purse.nodes(32, 1, cost, 0.0, 1) == 0
+    purse.earn(10_000)
+    assert purse.held == Purse.STAKE
