@@ -1,8 +1,8 @@
 """One program four ways: run by the server, compiled here, interpreted, and as OpenAI's HTTP calls.
 
-The program extracts from a ticket: a form filled in by choices, two look-ups that take `--page-s`
-each, and four answers, of which two need them. All ways ask the same of the same server, by turns,
-each time of another ticket; and once more with look-ups that take no time, so that the gain comes
+The program extracts from a ticket: three choices, look-ups that take `--page-s` each, and four
+answers, of which two need them. All ways lead the same conversation with the same server, by turns,
+each time on another ticket; and once more with look-ups that take no time, so that the gain comes
 apart. Run it as `python -m spec_serve.bench.programs --url ws://host:port`. Starts no server.
 """
 
@@ -31,16 +31,17 @@ FORM = {
 }
 OF_THE_TICKET = ("Sum it up.", "What does the customer lose?")
 OF_THE_PAGES = ("Name one step.", "Who is to be asked?")
+PAGES = ("notes", "people", "contract")
 TICKET = "Query {:05d} on table {} is slow since the migration."
 LIMIT = 16
 WAYS = ("beside", "compiled", "interpreted", "plain")
 
 
 class Pages:
-    """Look-ups that take their time."""
+    """Look-ups that take their time; the first `count` of PAGES."""
 
-    def __init__(self, page_s: float) -> None:
-        self.page_s = page_s
+    def __init__(self, page_s: float, count: int) -> None:
+        self.page_s, self.names = page_s, PAGES[:count]
 
     async def fetch(self, name: str) -> str:
         """Its text."""
@@ -71,49 +72,48 @@ class Here:
         return await self._inner.score(token_ids, continuations)
 
 
-def program(fetch: Callable[[str], Awaitable[str]]) -> ss.Program:
+def program(pages: Pages) -> ss.Program:
     """As somebody writes it who takes everything in order."""
 
     @ss.program
     async def extract(s: ss.State, ticket: str) -> Any:
         s += ss.system(SYSTEM)
-        s += ss.user("Ticket: ", ticket, "\nFill in the form.")
-        form = [(f"\n{name}: ", ss.select(name, choices)) for name, choices in FORM.items()]
-        s += ss.assistant("The form", form)
-        for name in FORM:
+        begun: tuple[Any, ...] = ("Ticket: ", ticket, "\n")
+        for name, choices in FORM.items():
+            s += ss.user(*begun, f"What is its {name}?")
+            s += ss.assistant(ss.select(name, choices))
             await s[name]
+            begun = ()
         first = await answers(s, OF_THE_TICKET)
-        notes = await s.call(fetch, "notes")
-        people = await s.call(fetch, "people")
-        s += ss.user("Notes: ", notes, "\nPeople: ", people)
-        then = await answers(s, OF_THE_PAGES)
+        seen: list[Any] = []
+        for name in pages.names:
+            seen += [await s.call(pages.fetch, name), "\n"]
+        then = await answers(s, OF_THE_PAGES, *seen)
         return [*(s[name] for name in FORM), *first, *then]
 
     return extract
 
 
-async def answers(s: ss.State, questions: Sequence[str]) -> list[ss.Value]:
-    """To each question one, in branches, all of the same length so that all ways do as much."""
+async def answers(s: ss.State, questions: Sequence[str], *before: Any) -> list[ss.Value]:
+    """To each question one, in branches, all of the same length."""
     with s.fork(len(questions)) as branches:
         for branch, question in zip(branches, questions, strict=True):
-            branch += ss.user(question)
+            branch += ss.user(*before, question)
             branch += ss.assistant(ss.gen("x", max_tokens=LIMIT, ignore_eos=True))
     await branches.join()
     return [branch["x"] for branch in branches]
 
 
-async def plain(http: str, fetch: Callable[[str], Awaitable[str]], ticket: str) -> list[str]:
-    """The same by chat completions, one after the other."""
+async def plain(http: str, pages: Pages, ticket: str) -> list[str]:
+    """The same conversation by chat completions, one after the other."""
     turns = [{"role": "system", "content": SYSTEM}]
 
     def ask(messages: list[dict[str, str]], choices: list[str] | None) -> str:
         body: dict[str, Any] = {"model": "", "messages": messages, "max_tokens": LIMIT}
         if choices is None:
-            body["ignore_eos"] = True  # so that all ways have the same work
+            body["ignore_eos"] = True
         else:
-            schema = {"type": "string", "enum": choices}
-            told = {"name": "choice", "schema": schema, "strict": True}
-            body["response_format"] = {"type": "json_schema", "json_schema": told}
+            body["structured_outputs"] = {"choice": choices}
         request = urllib.request.Request(
             f"{http}/v1/chat/completions", json.dumps(body).encode(),
             {"content-type": "application/json"},
@@ -121,31 +121,28 @@ async def plain(http: str, fetch: Callable[[str], Awaitable[str]], ticket: str) 
         with urllib.request.urlopen(request, timeout=120) as answer:
             return str(json.load(answer)["choices"][0]["message"]["content"])
 
-    async def chat(text: str, choices: list[str] | None = None, keep: bool = True) -> str:
+    async def chat(text: str, choices: list[str] | None = None) -> str:
         messages = [*turns, {"role": "user", "content": text}]
         said = await asyncio.to_thread(ask, messages, choices)
-        if keep:
+        if choices is not None:
             turns[:] = [*messages, {"role": "assistant", "content": said}]
         return said
 
     found: list[str] = []
     for name, choices in FORM.items():
-        asked = f"Ticket: {ticket}\nFill in the form: {name}" if not found else f"And {name}?"
-        found.append(await chat(asked, choices))
-    found += [await chat(question, keep=False) for question in OF_THE_TICKET]
-    notes = await fetch("notes")
-    people = await fetch("people")
-    seen = f"Notes: {notes}\nPeople: {people}\n"
-    return [*found, *[await chat(seen + question, keep=False) for question in OF_THE_PAGES]]
+        begun = "" if found else f"Ticket: {ticket}\n"
+        found.append(await chat(f"{begun}What is its {name}?", choices))
+    found += [await chat(question) for question in OF_THE_TICKET]
+    seen = "".join([f"{await pages.fetch(name)}\n" for name in pages.names])
+    return [*found, *[await chat(seen + question) for question in OF_THE_PAGES]]
 
 
 Times = dict[str, list[float]]
 
 
-async def rounds_of(client: Client, page_s: float, rounds: int, first: int) -> tuple[Times, float]:
+async def rounds_of(client: Client, pages: Pages, rounds: int, first: int) -> tuple[Times, float]:
     """Seconds of each way, and of compiling. Raises AssertionError if answers differ."""
-    pages = Pages(page_s)
-    extract = program(pages.fetch)
+    extract = program(pages)
     times: Times = {name: [] for name in WAYS}
     http = client.url.replace("ws", "http", 1).removesuffix("/v1/stream")
     here = Here(ClientBackend(client))
@@ -156,7 +153,7 @@ async def rounds_of(client: Client, page_s: float, rounds: int, first: int) -> t
         "beside": lambda ticket: graph.arun(ticket, on=client),
         "compiled": lambda ticket: graph.arun(ticket, on=here),
         "interpreted": lambda ticket: extract.arun(ticket, on=client),
-        "plain": lambda ticket: plain(http, pages.fetch, ticket),
+        "plain": lambda ticket: plain(http, pages, ticket),
     }
     number = first
     for place in range(rounds):
@@ -171,11 +168,11 @@ async def rounds_of(client: Client, page_s: float, rounds: int, first: int) -> t
     return times, compile_s
 
 
-async def measured(url: str, page_s: float, rounds: int) -> dict[str, Any]:
+async def measured(url: str, page_s: float, count: int, rounds: int) -> dict[str, Any]:
     """Medians of each way, their ratios, and the parts of the gain, in seconds."""
     async with Client(url) as client:
-        times, compile_s = await rounds_of(client, page_s, rounds, 0)
-        at_once, _ = await rounds_of(client, 0.0, rounds, 50_000)
+        times, compile_s = await rounds_of(client, Pages(page_s, count), rounds, 0)
+        at_once, _ = await rounds_of(client, Pages(0.0, count), rounds, 50_000)
     whole = {name: statistics.median(found) for name, found in times.items()}
     model = {name: statistics.median(found) for name, found in at_once.items()}
     hidden = (whole["interpreted"] - model["interpreted"]) - (whole["beside"] - model["beside"])
@@ -183,7 +180,7 @@ async def measured(url: str, page_s: float, rounds: int) -> dict[str, Any]:
         "look-ups overlapped": hidden,
         "operations known at once, prompts encoded ahead": model["interpreted"] - model["compiled"],
         "beside the engine": model["compiled"] - model["beside"],
-        "choices as one tree, branches side by side, no HTTP": (
+        "one tree per choice, branches side by side, no HTTP": (
             model["plain"] - model["interpreted"]
         ),
     }
@@ -194,7 +191,7 @@ async def measured(url: str, page_s: float, rounds: int) -> dict[str, Any]:
         "to_interpreted": round(whole["beside"] / whole["interpreted"], 3),
         "to_plain": round(whole["beside"] / whole["plain"], 3),
         "gain_s": {name: round(value, 3) for name, value in parts.items()},
-        "look_ups_s": 2 * page_s,
+        "look_ups_s": count * page_s,
         "rounds": rounds,
     }
 
@@ -204,9 +201,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="programs", description=__doc__)
     parser.add_argument("--url", required=True, help="ws://host:port of a running server")
     parser.add_argument("--page-s", type=float, default=0.5, help="seconds a look-up takes")
+    parser.add_argument("--look-ups", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args(arguments)
-    print(json.dumps(asyncio.run(measured(given.url, given.page_s, given.rounds))))
+    made = measured(given.url, given.page_s, given.look_ups, given.rounds)
+    print(json.dumps(asyncio.run(made)))
     return 0
 
 

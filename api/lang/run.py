@@ -73,7 +73,7 @@ class Run:
         )  # fmt: skip
         for held, new in tables:
             for name, made in new.items():
-                if held.setdefault(name, made) is not made:
+                if held.setdefault(name, made) != made:  # methods are made anew
                     raise ProgramError(f"two different things are called {name!r}")
 
     def submit(self, op: Op) -> None:

@@ -67,7 +67,7 @@ class Tracer:
         )  # fmt: skip
         for held, new in tables:
             for name, made in new.items():
-                if held.setdefault(name, made) is not made:
+                if held.setdefault(name, made) != made:  # methods are made anew
                     raise ProgramError(f"two different things are called {name!r}")
 
     async def wait(self, value: Value) -> Any:
