@@ -1,7 +1,7 @@
-"""Skips a module that tests Triton's programs where they can't run in its interpreter.
+"""Where tests run Triton's programs: on a GPU if there is one, else in Triton's interpreter.
 
-tests/conftest.py switches the interpreter on, before anything can import Triton. On a machine with
-a GPU the programs are compiled instead, and tests/gpu runs them.
+tests/conftest.py switches the interpreter on, before anything can import Triton. Modules that
+import this are skipped where Triton is not installed.
 """
 
 import importlib.util
@@ -11,9 +11,10 @@ import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("programs are compiled here; tests/gpu runs them", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 from spec_serve.kernels import attention_programs  # noqa: E402
 
-assert type(attention_programs.attend_tile).__name__ == "InterpretedFunction"
+INTERPRETED = type(attention_programs.attend_tile).__name__ == "InterpretedFunction"
+assert (DEVICE == "cpu") == INTERPRETED

@@ -11,12 +11,15 @@ import torch
 
 from spec_serve.bench.gpu_cases import Case, bushy, error, make, small_cases, wanted
 from spec_serve.cache.tree import chain, root
+from spec_serve.draft.cost import CostCurve
 from spec_serve.kernels import base
 from spec_serve.kernels.base import pick_backend
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.kernels.tree_attention import Shape, TritonAttention, default_tile, kind_of
 from spec_serve.kernels.tuning import Tile, Tuner
-from tests.kernels import interpreted  # noqa: F401
+from spec_serve.spec.assemble import EngineOptions, assemble
+from tests.engines import FLAT, drafter, target, tokens
+from tests.kernels.interpreted import DEVICE, INTERPRETED
 
 CASES = small_cases()
 
@@ -24,7 +27,7 @@ CASES = small_cases()
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_equals_the_reference(case: Case) -> None:
     """Every mask, head size and dtype, with NaN in TRASH and in all slots that are nobody's."""
-    assert error(case, TritonAttention(6)) < 1
+    assert error(case, TritonAttention(6), DEVICE) < 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -44,15 +47,15 @@ def test_random_batches(seed: int) -> None:
     heads, window = kv_heads * of(1, 3, 4), (None, 5, 33)[seed % 3]
     case = Case("random", tuple(rows), heads, kv_heads, window=window)
     lines, keys = of(16, 32), of(16, 32)
-    assert error(case, TritonAttention(of(1, 4, 40), lambda _: Tile(lines, keys, 4, 2))) < 1
+    assert error(case, TritonAttention(of(1, 4, 40), lambda _: Tile(lines, keys, 4, 2)), DEVICE) < 1
 
 
 def test_a_long_prefix_is_split_and_short_ones_are_not() -> None:
     case = Case("split", ((330, root(1)), (3, root(2)), (3, bushy(9, 1))), 4, 1)
-    problem = make(case)
+    problem = make(case, DEVICE)
     plan = TritonAttention(8, lambda _: Tile(16, 16, 4, 2)).plan(problem.batch, problem.table)
     out = plan.attend(problem.q, problem.k, problem.v, problem.kv, scale=64**-0.5)
-    torch.testing.assert_close(out, wanted(problem), rtol=0, atol=2e-6)
+    torch.testing.assert_close(out.cpu(), wanted(problem), rtol=0, atol=2e-6)
     (work,) = plan._work.values()
     items, parts, merged, splits = work.data.tolist()
     assert splits[0] > 4 and splits[1:3] == [1, 1]
@@ -64,7 +67,7 @@ def test_a_long_prefix_is_split_and_short_ones_are_not() -> None:
 
 def test_one_plan_serves_layers_of_several_kinds() -> None:
     """Scratch and work are shared, and nothing leaks from one layer to the next."""
-    problem = make(Case("layers", ((70, bushy(9, 1)), (2, root(1)))))
+    problem = make(Case("layers", ((70, bushy(9, 1)), (2, root(1)))), DEVICE)
     plan = TritonAttention(8).plan(problem.batch, problem.table)
     for window in (None, 4, None):
         kinds = {"scale": 0.2, "window": window}
@@ -118,6 +121,7 @@ def test_tiles_are_timed_once_and_remembered(tmp_path: Path) -> None:
         assert Tuner(path).best("a", tiles, seconds) == tiles[1]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="it is about machines without a GPU")
 def test_backends_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_backend("cpu").name == "torch"
     with pytest.raises(ValueError, match="attention: unknown backend 'magic'"):
@@ -135,3 +139,18 @@ def test_backends_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     made = TritonAttention(132)
     monkeypatch.setattr(base, "_triton", lambda device: made)
     assert pick_backend("cuda") is made and pick_backend("cuda", "torch").name == "torch"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="its model is on the CPU")
+def test_an_engine_answers_as_with_torch() -> None:
+    """Prompt and trees of guesses on Triton's kernels: the tokens of plain decoding in torch."""
+    answers = []
+    for attention, kind in ((None, "none"), (TritonAttention(1), "near")):
+        options = EngineOptions(target="tiny", draft=kind, kv_tokens=512, max_rows=2)
+        made = assemble(
+            target(), options, attention=attention, drafter=drafter(kind), lookup=False,
+            cost=CostCurve(FLAT),
+        )  # fmt: skip
+        made.builder.grow_always(2, 2)
+        answers.append(tokens(made, [5, 6, 7, 8, 9], 5, temperature=0.7, seed=3))
+    assert answers[0] == answers[1] and len(answers[0]) == 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,14 @@ from spec_serve.spec.filters import scaled, survivors
 from spec_serve.spec.verify import Verdict, walk
 from spec_serve.target.layers import RMSNorm
 from spec_serve.target.rope import rotate
-from tests.kernels import interpreted  # noqa: F401
+from tests.kernels.interpreted import DEVICE
+
+
+@pytest.fixture(autouse=True)
+def on_the_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
+
 
 HALVES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -57,7 +66,7 @@ def test_rotation_and_store(dtype: torch.dtype, normed: bool) -> None:
     qkv = torch.randn(nodes, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.randn(nodes, 1, dim)
     rotation = angles.cos().to(dtype), angles.sin().to(dtype)
-    pool = KVPool([KVSpec(kv_heads, dim, dtype)], 9, 1, 5)
+    pool = KVPool([KVSpec(kv_heads, dim, dtype)], 9, 1, 5, DEVICE)
     kv, slots = pool.layers[0], torch.tensor([5, 2, 7])
     norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else None
     got = fused.rope_and_store(qkv, rotation, kv, slots, heads, norms, 1e-6)
@@ -92,7 +101,7 @@ def test_walk_and_table(seed: int) -> None:
         forced = {1: 2} if row == 4 else {}
         twigs.append(Twig(row, 5 * row, tree, range(slot, slot + n), wanted_from, forced))
         slot += n
-    batch = build_batch(twigs)
+    batch = build_batch(twigs, DEVICE)
     chosen = drawn(batch, seed)
     verdict = walk(batch, chosen, 30)
     assert int(verdict.accepted.max()) > 1, "a walk that goes nowhere shows nothing"
