@@ -115,6 +115,7 @@ class CostCurve:
         """Machines change: go a little of the way back to what was measured at start."""
         for k in range(1, len(self._state)):
             self._state[k] *= 1.0 - _RECALL
+            self._doubt[0][k] *= 1.0 - _RECALL  # as its mirror below: the speed forgets nothing
             self._doubt[k] = [
                 known + _RECALL * (prior - known)
                 for known, prior in zip(self._doubt[k], self._prior[k], strict=True)
