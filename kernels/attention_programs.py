@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 MANY = tl.constexpr(1 << 30)
+# Numbers that change from step to step: no program is compiled anew because one of them is 1.
+VARYING = ["rows", "first", "target"]
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def plan_work(
     node_ptr,
     twig_ptr,
@@ -168,7 +170,7 @@ def seen_keys(
     return seen & held[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def attend_tile(
     q, k, v, out, part, stats, work, node_ptr, twig_ptr, twig_slots, prefix, chain, row_ids, table,
     positions, ancestors, rows, first, scale, softcap, q_node, q_head, k_slot, k_head, v_slot,
@@ -257,7 +259,7 @@ def attend_tile(
         tl.store(stats + where, tl.where(total > 0, top + tl.log2(whole), float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_splits(
     out,
     part,

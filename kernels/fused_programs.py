@@ -131,7 +131,7 @@ def drawn_at(logit_of, chosen, node):
     return tl.where(at >= 0, token, -2 - at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def walk_rows(
     tokens,
     parents,
@@ -178,7 +178,7 @@ def walk_rows(
     tl.store(bonus + b, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def settle_rows(
     positions,
     slots,

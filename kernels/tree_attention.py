@@ -23,6 +23,8 @@ WAVES = 2
 LEAST = 2
 # Lines of a tile that one program merges.
 LINES = 4
+# Numbers of rows that programs are compiled for; beyond, powers of two.
+TIERS = (16, 128)
 # Head sizes the programs were tried with; what lies between is padded to a power of two.
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -57,6 +59,11 @@ def power(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
+def row_tier(rows: int) -> int:
+    """What a program is compiled for instead of `rows`: few sizes, as compiling takes seconds."""
+    return next((tier for tier in TIERS if rows <= tier), power(rows))
+
+
 def kind_of(nodes: int, rows: int) -> str:
     """The class of a batch, see `Shape`."""
     return "root" if nodes <= rows else "tree" if nodes <= 64 * rows else "chunk"
@@ -85,7 +92,7 @@ class _Work:
         self.items = min(len(batch), len(batch) // queries + rows) + target
         programs.plan_work[(1,)](
             batch.node_ptr, batch.twig_ptr, batch.prefix, batch.positions, self.data, rows, first,
-            target, WINDOW=window, QUERIES=queries, KEYS=keys, LEAST=LEAST, ROWS=power(rows),
+            target, WINDOW=window, QUERIES=queries, KEYS=keys, LEAST=LEAST, ROWS=row_tier(rows),
         )  # fmt: skip
 
 
@@ -145,7 +152,7 @@ class TritonPlan:
         work = self._cut(reach, queries, tile.keys, target)
         part, stats = self._parts(2 * target, shape.kv_heads, queries * lanes, wide)
         words = batch.ancestors.shape[1]
-        rows = power(batch.rows)
+        rows = row_tier(batch.rows)
         programs.attend_tile[(work.items, shape.kv_heads)](
             q, kv.k, kv.v, out, part, stats, work.data,
             batch.node_ptr, batch.twig_ptr, batch.twig_slots, batch.prefix, batch.chain,

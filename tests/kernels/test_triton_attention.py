@@ -30,7 +30,7 @@ def test_equals_the_reference(case: Case) -> None:
     assert error(case, TritonAttention(6), DEVICE) < 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_batches(seed: int) -> None:
     """Sizes around the edges of tiles and blocks, tiles and splits of several sizes."""
     pick = torch.Generator().manual_seed(seed)
