@@ -54,7 +54,8 @@ class AttentionBackend(Protocol):
 
 
 def pick_backend(device: torch.device | str, name: str = "auto") -> AttentionBackend:
-    """The backend for a device: "torch" (the reference, which runs anywhere), "triton" or "auto".
+    """The backend for a device: "torch" (the reference, which runs anywhere), "triton",
+    "flashinfer" or "auto".
 
     auto: Triton's on an NVIDIA GPU that it serves, else torch's. On a CPU attention is exact: a
     token's bits do not depend on the tree it was computed in. ValueError says why not.
@@ -62,28 +63,36 @@ def pick_backend(device: torch.device | str, name: str = "auto") -> AttentionBac
     from spec_serve.kernels.reference import TorchAttention
 
     device = torch.device(device)
-    if name not in ("auto", "torch", "triton"):
-        raise ValueError(f"attention: unknown backend {name!r}; choose auto, torch or triton")
+    if name not in ("auto", "torch", "triton", "flashinfer"):
+        choices = "auto, torch, triton or flashinfer"
+        raise ValueError(f"attention: unknown backend {name!r}; choose {choices}")
     if name != "torch":
-        reason = _no_triton(device)
+        library = "flashinfer" if name == "flashinfer" else "triton"
+        reason = _unfit(device, library)
         if not reason:
-            return _triton(device)
-        if name == "triton":
+            return _triton(device) if library == "triton" else _flashinfer(device)
+        if name != "auto":
             raise ValueError(f"attention: {reason}")
     return TorchAttention(exact=device.type == "cpu")
 
 
-def _no_triton(device: torch.device) -> str:
-    """Why Triton's kernels can't run on a device; empty if they can."""
+def _unfit(device: torch.device, library: str) -> str:
+    """Why a library's kernels can't run on a device; empty if they can."""
     if device.type != "cuda":
-        return f"triton's kernels run on NVIDIA GPUs, not on {device.type}"
+        return f"{library}'s kernels run on NVIDIA GPUs, not on {device.type}"
     if not torch.cuda.is_available():
-        return "triton's kernels need an NVIDIA GPU, and torch finds none"
+        return f"{library}'s kernels need an NVIDIA GPU, and torch finds none"
     if torch.cuda.get_device_capability(device) < OLDEST:
-        return f"triton's kernels need compute capability {OLDEST[0]}.{OLDEST[1]}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; pip install 'spec-serve[gpu]'"
+        return f"{library}'s kernels need compute capability {OLDEST[0]}.{OLDEST[1]}"
+    if importlib.util.find_spec(library) is None:
+        return f"{library} is not installed; pip install 'spec-serve[gpu]'"
     return ""
+
+
+def _flashinfer(device: torch.device) -> AttentionBackend:
+    from spec_serve.kernels.flashinfer import FlashInferAttention
+
+    return FlashInferAttention(device)
 
 
 def _triton(device: torch.device) -> AttentionBackend:
