@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import exp, log, log2, sqrt
 
+_LEAST = 1e-3  # ms: a clock that stood still is no step for nothing
 _JITTER = 0.15**2  # variance of the logarithm of one timing
 _DRIFT = 0.03**2  # of the machine's speed from one timing to the next
 _START = 0.2**2  # of its speed at first
@@ -40,7 +41,7 @@ class CostCurve:
     ) -> None:
         assert points and all(a[0] < b[0] for a, b in zip(points, points[1:], strict=False))
         self._sizes = [n for n, _ in points]
-        self._ms = [ms for _, ms in points]
+        self._ms = [max(ms, _LEAST) for _, ms in points]
         self.per_row, self.per_node = per_row, per_node
         # The logarithms of the machine's slowness now, of each size's error and of the context's,
         # and what is not known of them. The smallest size is the measure of the speed: it has no

@@ -26,3 +26,9 @@ def test_what_is_not_known_stays_a_covariance(seed: int) -> None:
         for j, value in enumerate(line):
             assert value == pytest.approx(doubt[j][i], abs=1e-12)
             assert value**2 <= line[i] * doubt[j][j] + 1e-12
+
+
+def test_a_clock_that_stood_still_divides_nothing_by_zero() -> None:
+    curve = CostCurve([(1, 0.0), (2, 0.0), (8, 0.0)])
+    curve.observe(1, 2.0)
+    assert 0 < curve.at(1) <= curve.at(8)
