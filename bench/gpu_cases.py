@@ -47,7 +47,8 @@ def bushy(nodes: int, seed: int, given: int = 1) -> TokenTree:
     generator = torch.Generator().manual_seed(seed)
     parents = list(range(-1, given - 1))
     for i in range(given, nodes):
-        parents.append(int(torch.randint(max(given - 1, i - 6), i, (), generator=generator)))
+        low = max(given - 1, i - 6)
+        parents.append(int(torch.randint(low, i, (), generator=generator, device="cpu")))
     return TokenTree(list(range(nodes)), parents, given)
 
 

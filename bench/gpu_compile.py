@@ -48,8 +48,9 @@ class Variant:
     warps: int = 4
 
 
-def variants(dtype: str) -> Iterator[Variant]:
-    """Every program, as an 8B model in `dtype` ("bf16", "fp16", "fp32") would launch it."""
+def variants(dtype: str, capability: int) -> Iterator[Variant]:
+    """Every program, as an 8B model in `dtype` ("bf16", "fp16", "fp32") would launch it; storing
+    in fp8 where the hardware knows it."""
     p = attention_programs
     precision = "ieee" if dtype == "fp32" else "tf32"
     shape = {"HEADS": 8, "GROUP": 4, "LANES": 4, "D": 128, "DIM": 128, "ROWS": 4}
@@ -61,7 +62,8 @@ def variants(dtype: str) -> Iterator[Variant]:
     cut = {"WINDOW": 64, "QUERIES": 8, "KEYS": 32, "LEAST": 2, "ROWS": 64}
     yield Variant(p.plan_work, cut, {})
     pool = {"HEADS": 8, "HEADS_P": 8, "D": 80, "DIM": 128}
-    yield Variant(p.store_kv, pool, {"k_pool": "*fp8e4nv", "v_pool": "*fp8e4nv"}, 1)
+    small = "*fp8e4nv" if capability >= 89 else f"*{dtype}"
+    yield Variant(p.store_kv, pool, {"k_pool": small, "v_pool": small}, 1)
     f = fused_programs
     yield Variant(f.norm_rows, {"D": 4096, "DIM": 4096, "ADD": True, "WIDE": False}, {}, 8)
     turn = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "DIM": 128, "NORM": True, "WIDE": False}
@@ -142,5 +144,5 @@ def report(dtypes: Sequence[str], capabilities: Sequence[int]) -> list[dict[str,
         compiled(variant, dtype, capability)
         for capability in capabilities
         for dtype in dtypes
-        for variant in variants(dtype)
+        for variant in variants(dtype, capability)
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_serve.bench.gpu_cases import Case, bushy, error, large_cases, make, small_cases, wanted
+from spec_serve.bench.gpu_cases import Case, bushy, error, large_cases, make, small_cases
 from spec_serve.cache.tree import root
 from spec_serve.draft.cost import CostCurve
 from spec_serve.draft.standalone import StandaloneDrafter
@@ -47,12 +47,11 @@ def test_a_graph_follows_what_lies_in_its_tensors() -> None:
     backend = pick_backend("cuda")
     first = make(Case("graph", ((300, root(1)), (9, bushy(7, 1))), 8, 2, 128), "cuda")
     second = make(Case("graph", ((120, root(1)), (280, bushy(7, 2))), 8, 2, 128), "cuda", seed=1)
-    assert first.kv.k.shape != second.kv.k.shape or first.table.shape != second.table.shape
     table = torch.zeros(2, 400, dtype=torch.int64, device="cuda")
     slots = max(first.kv.k.shape[0], second.kv.k.shape[0])
     k, v = (torch.zeros(slots, 2, 128, device="cuda") for _ in range(2))
     kv = type(first.kv)(k, v)
-    names = [name for name in type(first.batch).__slots__ if name != "twig_slots"]
+    names = type(first.batch).__slots__
 
     def load(problem) -> None:  # type: ignore[no-untyped-def]
         for name in names:
@@ -78,8 +77,7 @@ def test_a_graph_follows_what_lies_in_its_tensors() -> None:
         graph.replay()
         expected = TorchAttention().plan(first.batch, table)
         again = expected.attend(first.q, first.k, first.v, kv, scale=0.1)
-        torch.testing.assert_close(out, again, rtol=1e-5, atol=1e-5)
-    assert wanted is not None
+        torch.testing.assert_close(out, again, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
