@@ -56,6 +56,7 @@ def small_cases() -> list[Case]:
     """Every kind of mask, head size and dtype, each small enough for an interpreter."""
     mixed = ((0, chain(range(21))), (23, bushy(31, 1)), (70, root(7)), (1, bushy(9, 2, 3)),
              (0, root(3)))  # fmt: skip
+    ragged = ((3, chain(range(512))), (40, bushy(31, 1)), (9, root(1)))
     deep = ((5, bushy(70, 3)), (33, root(1)))
     short = ((11, bushy(7, 4)), (19, root(2)))
     return [
@@ -63,6 +64,7 @@ def small_cases() -> list[Case]:
         Case("mixed, window 1", mixed, window=1, softcap=2.0),
         Case("mixed, window 4", mixed, window=4, dtype=torch.bfloat16),
         Case("mixed, window 40, first 1", mixed[:4], window=40, first=1, dtype=torch.float16),
+        Case("a long chunk beside a tree", ragged, heads=2, kv_heads=1),
         Case("two words", deep, softcap=1.5),
         Case("two words, window 3", deep, window=3),
         Case("grown", ((23, bushy(31, 1)), (9, bushy(70, 2))), grown=(4, 9)),
