@@ -53,7 +53,9 @@ class Stakes:
         self._asking_ms = 0.0  # what asking one row's look-ups takes, lately
 
     def least(self, rows: int, context: float) -> float:
-        """What the smallest tree costs, in plain steps of one row."""
+        """What the smallest tree costs, in plain steps of one row; nothing where no row runs."""
+        if not rows:
+            return 0.0
         plain = self.cost.at(rows, context, rows)
         return rows * (self.cost.at(rows + 1, context, rows) / plain - 1.0)
 
