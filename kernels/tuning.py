@@ -36,9 +36,7 @@ class Tuner:
         self._path = path
         self._known = {} if path is None else _read(path)
 
-    def best(
-        self, key: str, candidates: Sequence[Tile], seconds: Callable[[Tile], float]
-    ) -> Tile:
+    def best(self, key: str, candidates: Sequence[Tile], seconds: Callable[[Tile], float]) -> Tile:
         """The candidate with the least `seconds`; RuntimeError if none of them runs."""
         key = f"{EDITION}|{key}"
         known = self._known.get(key)

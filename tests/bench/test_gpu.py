@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -49,15 +48,12 @@ def test_shapes_are_those_of_the_models() -> None:
     )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_program_compiles(tmp_path: Path) -> None:
     """Down to machine code, in a process without the interpreter; attention without spilling."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     clean["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
     path = tmp_path / "made.json"
-    code = (
-        "import sys; from spec_serve.bench import gpu; sys.exit(gpu.main(sys.argv[1:]))"
-    )
+    code = "import sys; from spec_serve.bench import gpu; sys.exit(gpu.main(sys.argv[1:]))"
     line = ["--small", "--device", "cpu", "--sections", "compile", "--json", str(path)]
     ran = subprocess.run(
         [sys.executable, "-P", "-c", code, *line], env=clean, capture_output=True, text=True,
