@@ -27,9 +27,11 @@ MODULES_NEVER = {
     "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle",
     "telnetlib", "ftplib", "xmlrpc",
 }  # fmt: skip
-# Fetches what a name says: only models by the command line, and benchmarks of a server.
+# Fetches what a name says: only models by the command line, clients, and benchmarks of a server.
 FETCHING = {"urllib.request", "requests", "httpx", "aiohttp", "http.client", "huggingface_hub"}
-MAY_FETCH = re.compile(r"target/hub\w*\.py|api/client/.*|api/cli\w*\.py|bench/.*")
+MAY_FETCH = re.compile(
+    r"target/hub\w*\.py|api/client/.*|api/lang/openai\.py|api/cli\w*\.py|bench/.*"
+)
 UNSANDBOXED = {"jinja2.Environment", "Environment", "SandboxedEnvironment", "jinja2.Template"}
 # Listening on every address.
 ADDRESSES = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\])|^(0\.0\.0\.0|::)$")

@@ -147,6 +147,30 @@ def test_what_is_sent_too_soon_stays_in_the_box(reader: Reader) -> None:
     assert [row[4] for row in stored(page)] == ["one", "one", "two", "two"]
 
 
+def test_what_is_typed_while_the_store_opens_is_not_sent_by_an_earlier_enter(
+    reader: Reader,
+) -> None:
+    page = reader.context.new_page()
+    page.add_init_script(
+        """Object.defineProperty(IDBOpenDBRequest.prototype, "onsuccess", { set(told) {
+          this.addEventListener("success", () => 
+            setTimeout(() => { told(); setTimeout(() => { window.opened = true; }, 200); }, 1000));
+        } });"""
+    )
+    page.goto(reader.server.url)
+    box = page.locator("#input")
+    box.press("Enter")
+    box.press_sequentially("one")
+    expect(page.locator("#model")).to_have_text("echo")
+    page.wait_for_function("window.opened")
+    expect(page.locator(".message")).to_have_count(0)
+    box.press("Enter")
+    box.press_sequentially("two")
+    done(page)
+    assert [row[4] for row in stored(page)] == ["one", "one"]
+    expect(box).to_have_value("two")
+
+
 def test_themes_follow_the_system_or_the_switch(reader: Reader) -> None:
     page = reader.open()
     shade = "getComputedStyle(document.body).backgroundColor"

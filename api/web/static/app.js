@@ -205,14 +205,14 @@ function fit() {
 }
 
 async function submit() {
-  if (!begun) await beginning;  // the store is not open yet, and would not know what was said
-  const text = input.value;
+  const text = input.value;  // what stands there now, not what is typed while the store opens
   if (!text.trim() || conversation.busy || conversation.elsewhere) return;
   input.value = "";
   fit();
   pinned = true;
   notice("");
-  if (!(await conversation.send(text))) {  // back into the box, before what was typed meanwhile
+  if (!begun) await beginning;  // a store that is not open would not know what was said
+  if (conversation.elsewhere || !(await conversation.send(text))) {  // back into the box, before what was typed meanwhile
     input.value = input.value ? `${text}\n${input.value}` : text;
     fit();
   }
