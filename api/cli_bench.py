@@ -19,7 +19,7 @@ USAGE = "usage: spec-serve bench NAME [...]   (spec-serve bench NAME --help says
 def main(argv: Sequence[str]) -> int:
     """Run one bench; returns its exit code."""
     found = benches()
-    lines = [USAGE, "", "benches:", *(f"  {name:<10}{said}" for name, said in found.items())]
+    lines = [USAGE, "", "benches:", *(f"  {name:<11}{said}" for name, said in found.items())]
     if argv and argv[0] in ("-h", "--help"):
         print("\n".join(lines))
         return 0

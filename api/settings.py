@@ -139,7 +139,9 @@ SETTINGS: tuple[Setting, ...] = (
         "program-functions", TRANSPORTS, "text", "",
         "Python module whose functions they may call", "MODULE",
     ),
-    Setting("attention", KERNELS, "text", "auto", "attention kernels: auto or a name", "NAME"),
+    Setting(
+        "attention", KERNELS, "text", "auto", "attention: auto, torch, triton or flashinfer", "NAME"
+    ),
     Setting(
         "activations", KERNELS, "text", "16",
         "bits of activations in compiled CPU kernels: 8 is quicker and less exact",
