@@ -22,7 +22,7 @@ def test_benches_on_disk_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(cli_bench.benches()) == there
     assert cli.main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "\n  host      Host time per step" in out
+    assert "\n  host       Host time per step" in out
 
 
 @pytest.mark.parametrize("argv", [[], ["fuel"], ["__init__"], ["report"]])
