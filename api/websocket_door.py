@@ -118,8 +118,10 @@ class Door:
         if spoken is None and names:
             return Refusal(400, f"subprotocols: {', '.join(m.SUBPROTOCOLS)}")
         if not self.service.ready:
-            told = "the server is not taking requests"
-            return Refusal(503, told, ((b"retry-after", b"5"),))
+            told, after = "the engine is not ready", b"1"
+            if self.service.draining:
+                told, after = "the server is shutting down", b"5"
+            return Refusal(503, told, ((b"retry-after", after),))
         return Entry(spoken or m.JSON, spoken, principal, header(headers, b"traceparent"))
 
     def _principal(self, headers: Headers, names: list[str]) -> Principal | None:

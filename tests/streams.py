@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 from grpc_status import rpc_status
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
@@ -102,8 +102,12 @@ class Stream:
                     elif isinstance(message, m.Finished | m.Error):
                         self.end = getattr(message, "reason", "") or getattr(message, "code", "")
                         return
-        except InvalidHandshake as error:
-            self.end = "draining" if "503" in str(error) else CUT
+        except InvalidStatus as error:
+            refusals = {b"the server is shutting down": "draining",
+                        b"the engine is not ready": "overloaded"}  # fmt: skip
+            self.end = refusals.get(bytes(error.response.body), CUT)
+        except InvalidHandshake:
+            self.end = CUT
         except ConnectionClosed:
             self.end = CUT
 
