@@ -111,6 +111,11 @@ class TritonPlan:
         self._work: dict[tuple[int, int, int, int], _Work] = {}
         self._scratch: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
+    @property
+    def slots(self) -> Tensor:
+        """[N] where the batch's K and V belong."""
+        return self._batch.slots
+
     def attend(
         self,
         q: Tensor,

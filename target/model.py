@@ -20,6 +20,7 @@ from spec_serve.cache.pool import KVSpec, LayerKV
 from spec_serve.kernels.base import AttentionPlan
 from spec_serve.target.config import ConfigError, ModelConfig
 from spec_serve.target.layers import MLP, Attention, Block, Linear, RMSNorm, activation
+from spec_serve.target.operations import Operations, TorchOperations
 from spec_serve.target.rope import Rotary
 
 PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
@@ -77,6 +78,7 @@ class Transformer:
     """A decoder-only transformer in eager torch, for inference only.
 
     embedding: [V, H]. Boundary b, 0..L, is the residual stream after b layers, before any norm.
+    operations: what runs the blocks; an engine sets the device's (target/operations.py).
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Transformer:
         self.lm_head = head
         self.dtype = dtype
         self.device = embedding.device
+        self.operations: Operations = TorchOperations()
         # Rounded to the model's dtype, because the models were trained with the rounded factor.
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
         self._rotary = Rotary(config.rope, config.head_dim, dtype, self.device)
@@ -151,13 +154,11 @@ class Transformer:
             local = rotation
             if self._local_rotary is not None:
                 local = self._local_rotary.at(batch.positions)
-            tapped = {0: x}
-            for i, (block, kv) in enumerate(zip(self.blocks, layers, strict=True), 1):
-                x = block(x, rotation if block.attention.window is None else local, kv, plan)
-                if i in taps:
-                    tapped[i] = x
+            x, tapped = self.operations.through(
+                self.blocks, x, rotation, local, layers, plan, taps
+            )
             features = torch.cat([tapped[tap][:nodes] for tap in taps], -1) if taps else None
-            hidden = self.norm(x.index_select(0, batch.logits_at))  # [M, H]
+            hidden = self.operations.norm(self.norm, x.index_select(0, batch.logits_at))  # [M, H]
             return TargetOut(self.head(hidden), features, hidden)
 
 
