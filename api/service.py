@@ -27,7 +27,7 @@ from spec_serve.api.limits import CHARS_PER_TOKEN, Admission, Bounds
 from spec_serve.api.link import EngineLink
 from spec_serve.api.programs import Registry
 from spec_serve.api.session_shelf import Shelf
-from spec_serve.spec.compiler import compile_for, compiler_of
+from spec_serve.spec.compiler import FIRST_S, compiler_of, due, overloaded
 from spec_serve.spec.request import RequestError
 
 T = TypeVar("T")
@@ -68,7 +68,6 @@ class Service:
         self.shelf: Shelf[Any] = Shelf()  # sessions whose connections may come back
         self.programs = Registry()
         self._pool = ThreadPoolExecutor(2, "tokenize")
-        self._grammars = ThreadPoolExecutor(4, "constraints")
 
     @property
     def ready(self) -> bool:
@@ -92,7 +91,7 @@ class Service:
         if total := self.admission.bounds.total_s:
             deadline = min(arrived + total, math.inf if deadline is None else deadline)
         with self.admission.reading(principal, wire.sampling.n, estimate):
-            made = await self._read(wire, request_id, deadline, size)
+            made = await self._read(wire, request_id, deadline, size, arrived)
         return replace(made, principal=principal, arrived=arrived)
 
     def _there(self) -> None:
@@ -104,7 +103,7 @@ class Service:
             raise error
 
     async def _read(
-        self, wire: m.Generate, request_id: str, deadline: float | None, size: int
+        self, wire: m.Generate, request_id: str, deadline: float | None, size: int, arrived: float
     ) -> Prepared:
 
         def work() -> Prepared:
@@ -124,20 +123,28 @@ class Service:
         inline = wire.messages is None and size <= INLINE_CHARS
         made = work() if inline else await self.aside(work)
         if made.request.constraint is not None:
-            await self._compile(made)
+            await self._compile(made, arrived)
         return made
 
-    async def _compile(self, made: Prepared) -> None:
+    async def _compile(self, made: Prepared, arrived: float) -> None:
         """Compile a request's constraint beside the texts of others, which don't wait for it.
 
         Here too where the engine is in another process: its reader must not wait either.
         """
-
-        def work() -> None:
-            compile_for(made.request, compiler_of(self.tokenizer))
-            self.link.validate(made.request)
-
-        await self.aside(work, self._grammars)
+        constraint, compiler = made.request.constraint, compiler_of(self.tokenizer)
+        assert constraint is not None
+        until = due(arrived)
+        making = compiler.begin(constraint, until)
+        waited = asyncio.wrap_future(making)
+        waited.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # Others may wait for the same one: it is never cancelled.
+        await asyncio.wait((waited,), timeout=max(0.0, until - time.monotonic()))
+        if not waited.done() and compiler.reading(making):
+            await asyncio.wait((waited,), timeout=FIRST_S)
+        if not waited.done():
+            raise overloaded()
+        made.request.compiled = waited.result()
+        await self.aside(lambda: self.link.validate(made.request))
 
     def _size(self, wire: m.Generate) -> int:
         """Characters and ids to be read. Raises RequestError where text is far too long."""
@@ -157,9 +164,9 @@ class Service:
         others = len(wire.token_ids or ()) + len(wire.speculation.prediction or "")
         return sum(texts.values()) + others
 
-    async def aside(self, work: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
-        """Run work in a pool, the texts' by default. Raises RequestError when it takes too long."""
-        running = asyncio.get_running_loop().run_in_executor(pool or self._pool, work)
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Run work in the pool. Raises RequestError when it takes too long."""
+        running = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
             return await asyncio.wait_for(running, PREPARE_S)
         except TimeoutError:
@@ -211,8 +218,7 @@ class Service:
     def close(self) -> None:
         """Let the pool go; what it still does is not waited for."""
         self.shelf.close()
-        for pool in (self._pool, self._grammars):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _chars(message: m.ChatMessage) -> int:

@@ -1,8 +1,9 @@
 """Constraints compiled aside from the engine and the loop: bounded in time, kept for the next time.
 
 Compiling runs in two threads of its own (llguidance lets go of Python meanwhile), behind a trial in
-a process that is ended when it takes too long. What compiled is kept by constraint, least lately
-used going first beyond a number of bytes; so is what did not. Any thread may call. Knows no
+a process that ends when it takes too long. Who came from outside is answered within a second of
+its arrival, if only that others are being compiled. What compiled is kept by constraint, least
+lately used going first beyond a number of bytes; so is what did not. Any thread may call. Knows no
 requests' lives.
 """
 
@@ -14,17 +15,21 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass, replace
+from time import monotonic
 
 from spec_serve.spec.bounds import Bounds, Counters
 from spec_serve.spec.grammar import Grammar, Lexicon, MatchError, Spelling, tidy
 from spec_serve.spec.grammar_source import FIELD, refused, source_of
 from spec_serve.spec.request import Constraint, Request, RequestError
-from spec_serve.spec.trial import WITHIN_S, get_ready, try_out
+from spec_serve.spec.trial import WITHIN_S, Busy, get_ready, try_out
 
 log = logging.getLogger("spec_serve.engine")
 
 HOSTILE = frozenset({"regex", "json_schema", "lark"})  # what can be made to take for ever
 FIRST_S = 30.0  # for the tokenizer's words, which the very first one waits for
+ANSWER_S = 0.9  # from a request's arrival to what becomes of its constraint
+LEAST_S = 0.3  # of that, where reading the rest of the request took longer
+PATIENCE_S = 10.0  # where nobody said when it arrived, as in batches
 KEPT_BYTES = 64 << 20
 KEPT = 2048
 MOST_BANNED, MOST_BANNED_CHARS = 256, 4096
@@ -55,35 +60,39 @@ class Compiler:
         self._running: dict[Constraint, Future[Compiled]] = {}
 
     def compile(self, constraint: Constraint) -> Compiled:
-        """Waits for it, two seconds at most (longer for the very first). Raises RequestError."""
+        """Waits for it, patiently. Raises RequestError, "overloaded" if it never had its turn."""
+        until = monotonic() + PATIENCE_S
+        making = self.begin(constraint, until)
+        for within in (PATIENCE_S, FIRST_S):
+            try:
+                return making.result(within)
+            except TooLate:
+                if not self.reading(making):
+                    break
+        raise overloaded()
+
+    def begin(self, constraint: Constraint, until: float) -> Future[Compiled]:
+        """Have it compiled. It is given up where it has not been begun in time, or can't be tried
+        out by then (monotonic seconds; `due`). The future raises RequestError, and so does this."""
         check_bounds(constraint)
-        self._await_lexicon()
         with self._lock:
             known = self._kept.get(constraint)
             if known is not None:
                 self._kept.move_to_end(constraint)
                 if isinstance(known, RequestError):
                     raise refused(str(known).removeprefix(f"{known.field}: "), known.field)
-                return known
+                done: Future[Compiled] = Future()
+                done.set_result(known)
+                return done
             running = self._running.get(constraint)
             if running is None:
-                running = self._workers().submit(self._work, constraint)
+                running = self._workers().submit(self._work, constraint, until)
                 self._running[constraint] = running
-        try:
-            return running.result(2 * self._within_s)
-        except TooLate:  # the threads are busy, as what takes long is ended before
-            error = RequestError(FIELD, "too many constraints are being compiled", "overloaded")
-            raise error from None
+            return running
 
-    def _await_lexicon(self) -> None:
-        if self._lexicon is not None:
-            return
-        with self._lock:
-            making = self._workers().submit(self._make_lexicon)
-        try:
-            making.result(FIRST_S)
-        except TooLate:
-            raise RequestError(FIELD, "the vocabulary is still being read", "overloaded") from None
+    def reading(self, making: Future[Compiled]) -> bool:
+        """Whether what is being compiled waits for the vocabulary, which is read only once."""
+        return making.running() and self._lexicon is None
 
     @property
     def kept_bytes(self) -> int:
@@ -93,18 +102,22 @@ class Compiler:
     def _workers(self) -> ThreadPoolExecutor:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(2, "grammar")
+            get_ready()
         return self._pool
 
     def _make_lexicon(self) -> Lexicon:
         with self._words:
             if self._lexicon is None:
                 self._lexicon = Lexicon(self._spelling)
-                get_ready()
             return self._lexicon
 
-    def _work(self, constraint: Constraint) -> Compiled:
+    def _work(self, constraint: Constraint, until: float) -> Compiled:
         try:
-            made: Compiled | RequestError = self._compiled(constraint)
+            made: Compiled | RequestError = self._compiled(constraint, until)
+        except Busy:
+            with self._lock:
+                self._running.pop(constraint, None)
+            raise overloaded() from None
         except RequestError as error:
             made = error
         except MatchError as error:
@@ -123,25 +136,27 @@ class Compiler:
             raise made
         return made
 
-    def _compiled(self, constraint: Constraint) -> Compiled:
-        lexicon = self._make_lexicon()
-        marker = lexicon.control.get(constraint.after.encode("utf-8", "replace"))
+    def _compiled(self, constraint: Constraint, until: float) -> Compiled:
+        if monotonic() > until:
+            raise Busy  # whoever asked has been told so
+        marker = None
+        if constraint.after:
+            marker = self._make_lexicon().control.get(constraint.after.encode("utf-8", "replace"))
         source, schema = source_of(constraint, marker)
+        with self._lock:  # the grammar itself may be there already
+            known = self._kept.get(_plain(constraint))
+        grammar = known.grammar if isinstance(known, Compiled) else None
+        hostile = grammar is None and constraint.kind in HOSTILE
+        if hostile and (wrong := try_out(source, self._within_s, until)):
+            raise refused(tidy(wrong))
+        lexicon = self._make_lexicon()
         bounds = None
         if needs_bounds(constraint):
             with self._words:
                 if self._counters is None:
                     self._counters = Counters(lexicon)
             bounds = Bounds(self._counters, constraint, marker)
-        plain = replace(
-            constraint, max_chars=None, min_chars=0, max_words=None, max_sentences=None, banned=()
-        )
-        with self._lock:  # the grammar itself may be there already
-            known = self._kept.get(plain)
-        grammar = known.grammar if isinstance(known, Compiled) else None
         if grammar is None:
-            if constraint.kind in HOSTILE and (wrong := try_out(source, self._within_s)):
-                raise refused(tidy(wrong))
             grammar = Grammar(lexicon, source, schema)
         if bounds is not None:
             first = grammar.start().allowed()
@@ -149,6 +164,23 @@ class Compiler:
             if not first.any():
                 raise refused("no text fits its grammar and its bounds")
         return Compiled(constraint, grammar, bounds)
+
+
+def _plain(constraint: Constraint) -> Constraint:
+    """Without its bounds."""
+    return replace(
+        constraint, max_chars=None, min_chars=0, max_words=None, max_sentences=None, banned=()
+    )
+
+
+def due(arrived: float) -> float:
+    """When a request that arrived then is told what becomes of its constraint."""
+    return max(arrived + ANSWER_S, monotonic() + LEAST_S)
+
+
+def overloaded() -> RequestError:
+    """Nothing is wrong with it; it could not be found out in time."""
+    return RequestError(FIELD, "too many constraints are being compiled", "overloaded")
 
 
 def _cost(made: Compiled | RequestError, constraint: Constraint) -> int:

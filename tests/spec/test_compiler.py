@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from llguidance import LLMatcher
 from spec_serve.spec import compiler as module
 from spec_serve.spec.compiler import Compiler, compiler_of
 from spec_serve.spec.request import Constraint, RequestError
-from spec_serve.spec.trial import try_out
+from spec_serve.spec.trial import Busy, try_out
 from tests.engines import engine, request
 from tests.grammars import SIX, constrained, spelling
 
@@ -142,23 +143,39 @@ def _refusal(constraint: Constraint) -> RequestError:
     return caught.value
 
 
-def test_who_waits_for_busy_threads_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(spelling(), within_s=0.05)
-    compiler.compile(Constraint("text"))
-    gate = threading.Event()
-    real = module.source_of
+def test_who_has_no_turn_in_time_is_refused_and_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = Compiler(spelling())
+    told: list[float | None] = []
 
-    def slow(constraint: Constraint, marker: int | None) -> tuple[str, Any]:
-        gate.wait(10)
-        return real(constraint, marker)
+    def busy(source: str, within_s: float, until: float | None) -> str:
+        told.append(until)
+        raise Busy
 
-    monkeypatch.setattr(module, "source_of", slow)
+    monkeypatch.setattr(module, "try_out", busy)
+    until = monotonic() + 60
     with pytest.raises(RequestError, match="too many") as caught:
-        compiler.compile(SIX["choices"])
-    assert caught.value.code == "overloaded"
-    gate.set()
-    compiler._within_s = 10.0
-    assert compiler.compile(SIX["choices"]).grammar.start().allowed().any()
+        compiler.begin(SIX["date"], until).result()
+    assert caught.value.code == "overloaded" and told == [until]
+    with pytest.raises(RequestError, match="too many"):  # past: not even begun
+        compiler.begin(SIX["date"], monotonic() - 1).result()
+    assert told == [until] and SIX["date"] not in compiler._kept
+    monkeypatch.undo()
+    assert compiler.compile(SIX["date"]).grammar.start().allowed().any()
+
+
+def test_a_trial_without_time_left_does_not_begin() -> None:
+    source = LLMatcher.grammar_from_regex("[a-z]+")
+    with pytest.raises(Busy):
+        try_out(source, until=monotonic() - 1)
+    assert try_out(source) == ""
+
+
+def test_an_answer_is_due_by_when_the_request_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "monotonic", lambda: 100.0)
+    assert module.due(99.9) == 99.9 + module.ANSWER_S
+    assert module.due(90.0) == 100.0 + module.LEAST_S  # it was long to read
 
 
 def test_grammars_are_kept_within_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
