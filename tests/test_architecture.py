@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,23 @@ def dotted(path: Path) -> str:
 
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+Trees = dict[Path, ast.Module]
+
+
+@pytest.fixture(scope="module")
+def trees() -> Iterator[Trees]:
+    """Every module read once, for all rules; let go afterwards."""
+    made = {path: parsed(path) for path in MODULES + BESIDE}
+    yield made
+    made.clear()
+
+
+def broken(paths: list[Path], rule: Callable[[Path], list[str]]) -> str:
+    """What `rule` finds wrong in each of the files, a line each: "" where all hold to it."""
+    assert len(paths) > 10, "the files were not found"
+    return "\n".join(f"{relative(path)}: {wrong}" for path in paths for wrong in rule(path))
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
@@ -172,10 +189,11 @@ def too_long(tree: ast.AST) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_imports_go_down_the_ladder(path: Path) -> None:
-    folder = path.relative_to(ROOT).parts[0]
-    assert climbs(parsed(path), folder, package_of(path)) == []
+def test_imports_go_down_the_ladder(trees: Trees) -> None:
+    def rule(path: Path) -> list[str]:
+        return climbs(trees[path], path.relative_to(ROOT).parts[0], package_of(path))
+
+    assert broken(MODULES, rule) == ""
 
 
 @pytest.mark.parametrize(
@@ -199,22 +217,46 @@ def test_an_import_down_the_ladder_is_allowed() -> None:
     assert climbs(ast.parse(source), "draft", "spec_serve.draft") == []
 
 
-@pytest.mark.parametrize("path", LIGHT, ids=relative)
-def test_light_modules_do_not_import_torch(path: Path) -> None:
-    code = (
-        f"import sys, {dotted(path)}\n"
-        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
-        "sys.exit(', '.join(sorted(heavy)) or 0)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
+# One process for all: ours are forgotten before each, so that each is imported as if alone.
+EACH_ALONE = """
+import importlib, sys
+wrong = []
+for name in sys.argv[1:]:
+    for known in [known for known in sys.modules if known.startswith("spec_serve")]:
+        del sys.modules[known]
+    importlib.import_module(name)
+    heavy = [kind for kind in ("torch", "transformers") if sys.modules.pop(kind, None)]
+    wrong += [f"{name} imports {kind}" for kind in heavy]
+sys.exit(", ".join(wrong) or 0)
+"""
+
+
+def imported_alone(names: list[str], *places: Path) -> subprocess.CompletedProcess[str]:
+    """`EACH_ALONE` run on them; `places` are looked through first."""
+    add = f"import sys; sys.path[:0] = {[str(place) for place in places]}\n"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", add + EACH_ALONE, *names],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_light_modules_do_not_import_torch() -> None:
+    assert len(LIGHT) > 10
+    ran = imported_alone([dotted(path) for path in LIGHT])
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_no_module_uses_what_is_forbidden(path: Path) -> None:
-    assert forbidden(parsed(path), relative(path)) == []
+def test_a_light_module_that_imports_torch_is_found(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "one.py").write_text("def later():\n    import torch\n")
+    for name in ("two", "three"):
+        (tmp_path / f"{name}.py").write_text("import torch\n")
+    ran = imported_alone(["one", "two", "three"], tmp_path)
+    assert (ran.returncode, ran.stderr) == (1, "two imports torch, three imports torch\n")
+
+
+def test_no_module_uses_what_is_forbidden(trees: Trees) -> None:
+    assert broken(MODULES, lambda path: forbidden(trees[path], relative(path))) == ""
 
 
 @pytest.mark.parametrize(
@@ -237,20 +279,29 @@ def test_the_command_line_may_print_and_read_the_environment() -> None:
     assert forbidden(ast.parse("import os\nprint(os.environ['HOME'])"), "api/cli.py") == []
 
 
-@pytest.mark.parametrize("path", MODULES + BESIDE, ids=relative)
-def test_every_module_says_what_it_knows(path: Path) -> None:
-    said = ast.get_docstring(parsed(path))
-    assert said, "a module opens with a docstring: what it knows and what it does not"
+def test_every_module_says_what_it_knows(trees: Trees) -> None:
+    def rule(path: Path) -> list[str]:
+        said = ast.get_docstring(trees[path])
+        return [] if said else ["opens without a docstring: what it knows and what it does not"]
+
+    assert broken(MODULES + BESIDE, rule) == ""
 
 
-@pytest.mark.parametrize("path", MODULES + BESIDE, ids=relative)
-def test_no_module_is_too_long(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MODULE_LINES
+def test_no_module_is_too_long() -> None:
+    def rule(path: Path) -> list[str]:
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        return [f"{lines} lines"] if lines > MODULE_LINES else []
+
+    assert broken(MODULES + BESIDE, rule) == ""
 
 
-@pytest.mark.parametrize("path", MODULES + BESIDE, ids=relative)
-def test_no_function_is_too_long(path: Path) -> None:
-    assert too_long(parsed(path)) == []
+def test_no_function_is_too_long(trees: Trees) -> None:
+    assert broken(MODULES + BESIDE, lambda path: too_long(trees[path])) == ""
+
+
+def test_what_is_broken_names_its_file() -> None:
+    short = broken(BESIDE, lambda path: ["no"] if path == Path(__file__).resolve() else [])
+    assert short == "tests/test_architecture.py: no"
 
 
 def test_a_function_that_is_too_long_is_found() -> None:
