@@ -52,9 +52,9 @@ class Server:
     def stats(self) -> Any:
         with grpc.insecure_channel(self.grpc) as channel:
             stub: Any = pb_grpc.SpecServeStub(channel)
-            return stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10).stats
+            return stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60).stats
 
-    def wait_idle(self, within_s: float = 20.0) -> Any:
+    def wait_idle(self, within_s: float = 60.0) -> Any:
         """Wait until nothing runs or waits; the counters then."""
         end = time.monotonic() + within_s
         while (now := self.stats()).running or now.waiting:
@@ -264,7 +264,8 @@ def ask(server: Server, transport: str, **fields: Any) -> Got:
 
 def post(server: Server, path: str, body: Any = None) -> Any:
     """The answer's JSON."""
-    return httpx.post(server.http + path, json=body, trust_env=False, verify=False).json()
+    url = server.http + path
+    return httpx.post(url, json=body, timeout=60, trust_env=False, verify=False).json()
 
 
 def prompt_tokens(server: Server, transport: str, **fields: Any) -> int:
@@ -295,7 +296,7 @@ def refusal(server: Server, transport: str, **fields: Any) -> tuple[str, str, st
     if transport == "http":
         path, body = to_openai(**fields)
         url = server.http + path
-        answer = httpx.post(url, json=body, timeout=30, trust_env=False, verify=False)
+        answer = httpx.post(url, json=body, timeout=60, trust_env=False, verify=False)
         error = answer.json()["error"]
         assert 400 <= answer.status_code < 500
         return error["code"], error["param"] or "", error["message"]
@@ -303,7 +304,7 @@ def refusal(server: Server, transport: str, **fields: Any) -> tuple[str, str, st
         with grpc.insecure_channel(server.grpc) as channel:
             stub: Any = pb_grpc.SpecServeStub(channel)
             try:
-                list(stub.Generate(to_proto(**fields), timeout=30))
+                list(stub.Generate(to_proto(**fields), timeout=60))
             except grpc.RpcError as error:
                 return from_status(error)
     else:
@@ -313,7 +314,7 @@ def refusal(server: Server, transport: str, **fields: Any) -> tuple[str, str, st
             frame = codec.encode({"type": "generate", "gen": "g", **fields})
             socket.send(frame.decode() if codec.text else frame)
             while True:
-                message = codec.server_message(socket.recv(30))
+                message = codec.server_message(socket.recv(60))
                 if isinstance(message, m.Error):
                     assert message.gen == "g"
                     return message.code, message.param or "", message.message

@@ -51,7 +51,7 @@ class Stream:
 
     def _http(self) -> Iterator[str]:
         path, body = to_openai(**self._fields)
-        connection = http.client.HTTPConnection(self._address, timeout=30)
+        connection = http.client.HTTPConnection(self._address, timeout=60)
         self.end = CUT
         try:
             connection.request("POST", path, json.dumps({**body, "stream": True}))
@@ -91,7 +91,7 @@ class Stream:
         try:
             with connect(
                 f"ws://{self._address}/v1/stream", subprotocols=[name], proxy=None,
-                close_timeout=0.2, open_timeout=30,
+                close_timeout=0.2, open_timeout=60,
             ) as opened:  # fmt: skip
                 frame = codec.encode({"type": "generate", "gen": "g", **self._fields})
                 opened.send(frame.decode() if codec.text else frame)

@@ -30,7 +30,7 @@ class Running:
         self.ws, self.health = addresses[0], addresses[-1]
         self.grpc = next((a.partition("://")[2] for a in addresses if a.startswith("grpc")), "")
 
-    def ended(self, within_s: float = 15.0) -> tuple[int, str]:
+    def ended(self, within_s: float = 60.0) -> tuple[int, str]:
         """Its exit code and what it wrote to standard error."""
         _, said = self.process.communicate(timeout=within_s)
         return self.process.returncode, said

@@ -33,7 +33,7 @@ class Raw:
 
     async def hear(self) -> Any:
         """The next message; ConnectionClosed at the end."""
-        return self.codec.server_message(await asyncio.wait_for(self.socket.recv(), 10))
+        return self.codec.server_message(await asyncio.wait_for(self.socket.recv(), 60))
 
     async def rest(self, gen: str) -> list[Any]:
         """Messages until the last one of gen."""

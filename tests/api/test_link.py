@@ -98,7 +98,7 @@ def finished(request: Request, index: int = 0) -> Finished:
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.001)
 
@@ -264,7 +264,7 @@ def test_the_engines_death_is_told_to_everybody(caplog: pytest.LogCaptureFixture
         link.submit(request)
         engine.steps.put([finished(request, 0)])
         engine.steps.put(RuntimeError("out of luck"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await dead.wait()
         ends = [event for event in seen if isinstance(event, Finished)]
         assert [(end.index, end.reason) for end in ends] == [(0, "stop"), (1, "error")]

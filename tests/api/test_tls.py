@@ -210,7 +210,7 @@ def greeted(address: str, pems: Path, ca: str = "ca", own: str = "") -> str:
     with grpc.secure_channel(address, credentials) as channel:
         stub: Any = pb_grpc.SpecServeStub(channel)
         try:
-            events = list(stub.Generate(pb.GenerateRequest(prompt="hello over TLS"), timeout=10))
+            events = list(stub.Generate(pb.GenerateRequest(prompt="hello over TLS"), timeout=60))
         except grpc.RpcError as error:
             return str(error.code().name)
     return "".join(event.delta.text for event in events if event.HasField("delta"))

@@ -59,11 +59,10 @@ def load(stub: Any) -> Any:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if holds():
-            return
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
         time.sleep(0.01)
-    raise AssertionError("did not come true in 3 s")
 
 
 def split(responses: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -80,7 +79,7 @@ def test_a_stream_of_chunks_and_the_whole(stub: Any, tokenized: bool) -> None:
     if tokenized:
         request.tokenized.original_text = "is not read"
         request.tokenized.input_ids.extend(data)
-    chunks, (complete,) = split(list(stub.Generate(request, timeout=10)))
+    chunks, (complete,) = split(list(stub.Generate(request, timeout=60)))
     wanted = [*data, 256]
     assert [t for chunk in chunks for t in chunk.token_ids] == wanted
     counts = [chunk.completion_tokens for chunk in chunks]
@@ -97,7 +96,7 @@ def test_a_stream_of_chunks_and_the_whole(stub: Any, tokenized: bool) -> None:
 
 
 def test_chunks_without_logprobs_do_not_remember_the_one_before(stub: Any) -> None:
-    chunks, _ = split(list(stub.Generate(ask("abcdefgh", max_tokens=8), timeout=10)))
+    chunks, _ = split(list(stub.Generate(ask("abcdefgh", max_tokens=8), timeout=60)))
     assert [list(chunk.token_ids) for chunk in chunks] == [
         list(b"abc"), list(b"def"), list(b"gh"),
     ]  # fmt: skip
@@ -105,12 +104,12 @@ def test_chunks_without_logprobs_do_not_remember_the_one_before(stub: Any) -> No
 
 def test_unstreamed_choices_come_whole(stub: Any) -> None:
     request = ask("xyz", stream=False, n=3, stop=["yz"], include_stop_str_in_output=True)
-    chunks, whole = split(list(stub.Generate(request, timeout=10)))
+    chunks, whole = split(list(stub.Generate(request, timeout=60)))
     assert not chunks and sorted(one.index for one in whole) == [0, 1, 2]
     for one in whole:
         assert (one.finish_reason, one.matched_stop_str) == ("stop", "yz")
         assert bytes(one.output_ids) == b"xyz"
-    (one,) = split(list(stub.Generate(ask("xyz", max_tokens=2), timeout=10)))[1]
+    (one,) = split(list(stub.Generate(ask("xyz", max_tokens=2), timeout=60)))[1]
     assert one.finish_reason == "length" and bytes(one.output_ids) == b"xy"
 
 
@@ -154,7 +153,7 @@ def test_what_is_wrong_or_not_served_is_named(stub: Any) -> None:
     next(steady)
     for request, field in BAD:
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(request, timeout=5))
+            list(stub.Generate(request, timeout=60))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, (request, caught.value)
         (detail,) = [
             detail for detail in rpc_status.from_call(caught.value).details
@@ -182,7 +181,7 @@ def test_abort_by_id_and_by_cancelling(stub: Any) -> None:
     call = stub.Generate(asked("again"))
     next(call)
     with pytest.raises(grpc.RpcError) as caught:
-        list(stub.Generate(asked("again"), timeout=5))
+        list(stub.Generate(asked("again"), timeout=60))
     assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
     assert load(stub).num_running_reqs == 1 and stub.GetServerInfo(
         vllm.GetServerInfoRequest()

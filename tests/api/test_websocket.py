@@ -173,7 +173,7 @@ def test_a_deadline_ends_with_an_error() -> None:
 def get(url: str, method: str = "GET") -> tuple[int, Any]:
     request = urllib.request.Request(url, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read() or b"null")
     except urllib.error.HTTPError as error:
         with error:

@@ -106,10 +106,11 @@ def test_silence_is_closed_on(monkeypatch: pytest.MonkeyPatch) -> None:
             async with raw(url) as client:
                 code, heard = await client.closed()
                 assert code == 3000 and heard[0].code == "unauthorized"
+            monkeypatch.setattr(module, "AUTH_S", 0.7)
             async with raw(url) as client:  # in time: nothing happens later
                 await client.say(m.Auth(KEY))
                 await client.hear()
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.8)
                 await client.say(m.Ping(1.0))
                 assert isinstance(await client.hear(), m.Pong)
             await until(lambda: not server.app.sessions)

@@ -115,13 +115,13 @@ def test_a_socket_that_is_taken_over_from_is_closed() -> None:
 
 
 def test_ended_in_the_meantime_and_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "SETTINGS", replace(serving.SETTINGS, resume_window_s=0.3))
+    monkeypatch.setattr(serving, "SETTINGS", replace(serving.SETTINGS, resume_window_s=1.0))
 
     async def go() -> None:
         async with served() as (server, url):
             async with raw(url) as client:
                 said = await hello(client)
-                assert said.resume_window_s == 0.3
+                assert said.resume_window_s == 1.0
                 await client.say(asked())
                 await client.rest("g")
                 client.abort()

@@ -34,7 +34,7 @@ def test_the_plain_reader_hears_what_a_client_hears() -> None:
         call.close()
         with grpc.insecure_channel(child.address) as channel:
             stub = pb_grpc.SpecServeStub(channel)  # type: ignore[no-untyped-call]
-            usual = list(stub.Generate(asked, timeout=10))
+            usual = list(stub.Generate(asked, timeout=60))
         refused = Call(child.address, rpc.PATH, b"\xff\xff")
         assert list(refused.messages()) == []
         refused.close()
