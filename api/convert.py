@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from msgspec import structs
+
 from spec_serve.api.auth import LOCAL, Principal
 from spec_serve.api.messages import Generate
 from spec_serve.api.text import StopStrings, StopWatch, TextStream, TokenTable
@@ -107,7 +109,8 @@ class Prepared:
     """A request ready for the engine, and what its answer needs.
 
     shown: control tokens that show in the text, as calls of tools are written with them.
-    principal: who asks; arrived: time.monotonic() seconds, before the text was read.
+    segments: what follows it. principal: who asks; arrived: time.monotonic() seconds, before the
+    text was read.
     """
 
     wire: Generate
@@ -115,6 +118,7 @@ class Prepared:
     tokenizer: TextTokens
     stops: StopStrings | None
     shown: frozenset[int] = frozenset()
+    segments: tuple[Prepared, ...] = ()
     principal: Principal = LOCAL
     arrived: float = 0.0
 
@@ -189,7 +193,30 @@ def to_request(
         deadline=deadline,
         constraint=_constraint(wire, tokenizer),
     )
-    return Prepared(wire, request, tokenizer, stops, shown)
+    segments = _segments(wire, tokenizer, defaults)
+    request.segments = tuple(one.request for one in segments)
+    return Prepared(wire, request, tokenizer, stops, shown, segments)
+
+
+def _segments(
+    wire: Generate, tokenizer: TextTokens, defaults: SamplingDefaults
+) -> tuple[Prepared, ...]:
+    """What follows a request, each as if it were one."""
+    if wire.segments and wire.tools:
+        raise RequestError("segments", "don't go with tools")
+    made: list[Prepared] = []
+    bare = structs.replace(
+        wire, model="", prompt=None, messages=None, segments=[], timeout_s=None,
+        speculation=wire.speculation.__class__(),
+    )  # fmt: skip
+    for number, segment in enumerate(wire.segments):
+        one = structs.replace(bare, **structs.asdict(segment))
+        try:
+            made.append(to_request(one, tokenizer, defaults=defaults))
+        except RequestError as error:
+            said = str(error).removeprefix(f"{error.field}: ")
+            raise RequestError(f"segments[{number}].{error.field}", said, error.code) from None
+    return tuple(made)
 
 
 def _constraint(wire: Generate, tokenizer: TextTokens) -> Constraint | None:
@@ -200,9 +227,11 @@ def _constraint(wire: Generate, tokenizer: TextTokens) -> Constraint | None:
         return calls
     if calls is not None:
         raise RequestError("constraint", "does not go with calls of tools that are enforced")
-    for name, text in (("source", asked.source), ("after", asked.after), *(
-        (f"banned[{i}]", banned) for i, banned in enumerate(asked.banned)
-    )):
+    for name, text in (
+        ("source", asked.source),
+        ("after", asked.after),
+        *((f"banned[{i}]", banned) for i, banned in enumerate(asked.banned)),
+    ):
         _no_halves(f"constraint.{name}", text)
     return Constraint(
         kind=asked.kind,
@@ -347,4 +376,7 @@ def wire_field(wire: Generate, field: str) -> str:
         return next(
             (name for name in ("messages", "token_ids") if getattr(wire, name) is not None), field
         )
+    if field.startswith("segments["):
+        head, _, rest = field.partition(".")
+        return f"{head}.sampling.{rest}" if rest.partition("[")[0] in _NESTED else field
     return f"sampling.{field}" if field.partition("[")[0] in _NESTED else field

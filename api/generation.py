@@ -22,9 +22,11 @@ from spec_serve.spec.request import (
     Finished,
     PromptScored,
     RequestError,
+    SegmentFinished,
     Started,
     StepRecord,
     TokenLogprob,
+    Usage,
 )
 
 MERGE_FROM = 16  # messages waiting, from which on deltas of a choice are merged
@@ -176,8 +178,8 @@ class Generation:
 
     __slots__ = (
         "_cancel", "_choices", "_detail", "_first", "_gen", "_ids", "_left", "_model", "_numbers",
-        "_on_over", "_outbox", "_plain", "_prepared", "_rare", "_started", "_token_text", "gen",
-        "id", "note", "over",
+        "_on_over", "_outbox", "_place", "_plain", "_prepared", "_rare", "_started", "_token_text",
+        "gen", "id", "note", "over",
     )  # fmt: skip
 
     def __init__(
@@ -198,6 +200,8 @@ class Generation:
         self._model, self._prepared, self._outbox = model, prepared, outbox
         self._cancel, self._on_over = cancel, on_over
         self._choices = [prepared.stream(Choice) for _ in range(request.n)]
+        self._choices += [one.stream(Choice) for one in prepared.segments]
+        self._place = 0  # of the segment that comes now
         self._first = self._choices[0]
         self._numbers: count[int] | None = None  # the outbox's, once asked for
         self._left = request.n
@@ -220,7 +224,7 @@ class Generation:
                 return
             self._rare = False
             self.note(event)
-        index, step = event.index, event.step
+        index, step = event.index or self._place, event.step
         choice = self._choices[index] if index else self._first
         text = choice.push(event.tokens)
         choice.drafted += step.drafted
@@ -256,6 +260,8 @@ class Generation:
         kind = type(event)
         if kind is Finished:
             self._finished(event)  # type: ignore[arg-type]
+        elif kind is SegmentFinished:
+            self._segment(event)  # type: ignore[arg-type]
         elif kind is Started:
             if not self._started:
                 self._start(event)  # type: ignore[arg-type]
@@ -287,7 +293,7 @@ class Generation:
         return made
 
     def _finished(self, event: Finished) -> None:
-        index = event.index
+        index = event.index or self._place
         if event.error is not None or event.reason == "error":
             error = event.error or RequestError("", "the engine failed", "engine_error")
             self._end()
@@ -295,12 +301,21 @@ class Generation:
             if self._left > 1:
                 self._cancel(self.id)
             return
-        if rest := self._choices[index].finish():
-            self._outbox.put(m.Delta(self.gen, 0, index, rest), merge=True)
         self._left -= 1
         if not self._left:
             self._end()
-        usage, timings = event.usage, event.timings
+        self._put_end(event, index, event.own or event.usage)
+
+    def _segment(self, event: SegmentFinished) -> None:
+        place = self._place
+        self._place += 1
+        self._put_end(event, place, event.usage)
+
+    def _put_end(self, event: Finished | SegmentFinished, index: int, usage: Usage) -> None:
+        if rest := self._choices[index].finish():
+            self._outbox.put(m.Delta(self.gen, 0, index, rest), merge=True)
+        timings = event.timings
+        assert event.reason != "error"
         self._outbox.put(
             m.Finished(
                 gen=self.gen,

@@ -189,12 +189,29 @@ def generate(request: pb.GenerateRequest, gen: str = "call", **more: Any) -> m.G
         values["max_tokens"] = stop.max_tokens
     if request.HasField("constraint"):
         values["constraint"] = _constraint(request.constraint)
+    if request.segments:
+        values["segments"] = [
+            _segment(one, f"segments[{i}]") for i, one in enumerate(request.segments)
+        ]
     if request.continuations:
         values["continuations"] = [list(one.ids) for one in request.continuations]
     for name in ("logprobs", "prompt_logprobs", "skip_special_tokens"):
         if output.HasField(name):
             values[name] = getattr(output, name)
     return m.generate(values)
+
+
+_SEGMENT = frozenset(m.Segment.__struct_fields__)
+
+
+def _segment(request: pb.GenerateRequest, name: str) -> dict[str, Any]:
+    """Its fields; what is no part of a segment must not be set."""
+    allowed = {"token_ids", "sampling", "stop", "constraint", "output"}
+    for field, _ in request.ListFields():
+        if field.name not in allowed:
+            raise m.BadMessage(f"{name}.{field.name}", f"{name}.{field.name}: is the request's")
+    made = generate(request)
+    return {key: value for key, value in msgspec.to_builtins(made).items() if key in _SEGMENT}
 
 
 def event(message: m.Started | m.Delta | m.PromptLogprobs | m.Finished) -> pb.GenerateEvent:
@@ -258,9 +275,7 @@ class Reused:
             del sources[:]
             for _ in step.sources:
                 sources.add()
-        for source, (name, (drafted, accepted)) in zip(
-            sources, step.sources.items(), strict=True
-        ):
+        for source, (name, (drafted, accepted)) in zip(sources, step.sources.items(), strict=True):
             source.name = name
             source.drafted = drafted
             source.accepted = accepted

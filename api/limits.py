@@ -112,10 +112,10 @@ class Admission:
 
     def enter(self, who: Principal, request: Request) -> Held:
         """Room for a request about to be submitted, until it has ended. Raises as `reading`."""
-        share = self._check(who, request.n, len(request.prompt))
-        self._count(share, request.n, len(request.prompt))
+        share = self._check(who, request.n, request.given)
+        self._count(share, request.n, request.given)
         if share.tokens is not None:
-            share.tokens.take(len(request.prompt))
+            share.tokens.take(request.given)
         return Held(self, who, share, request)
 
     def _check(self, who: Principal, n: int, tokens: int) -> _Share:
@@ -182,7 +182,7 @@ class Held:
         """The request was not taken after all."""
         self._release(self._left)
         if self._share.tokens is not None:
-            self._share.tokens.take(-len(self._request.prompt))
+            self._share.tokens.take(-self._request.given)
 
     def _finished(self, event: Finished) -> None:
         if self._left:
@@ -202,7 +202,7 @@ class Held:
     def _begun(self) -> None:
         if self._waits:
             self._waits = False
-            self._admission._count(self._share, 0, -len(self._request.prompt))
+            self._admission._count(self._share, 0, -self._request.given)
 
     def _in_time(self) -> None:
         if self._late is not None:

@@ -14,14 +14,17 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from spec_serve.api.parts import INT64 as _INT64
+from spec_serve.api.parts import MAX_BAD_WORDS, MAX_IDS, MAX_SEGMENTS, MAX_STOPS
 from spec_serve.api.parts import MAX_STOP_CHARS as MAX_STOP_CHARS
 from spec_serve.api.parts import Constrained as Constrained
 from spec_serve.api.parts import Constraint as Constraint
 from spec_serve.api.parts import NamedTool as NamedTool
 from spec_serve.api.parts import Part as Part
 from spec_serve.api.parts import Sampling as Sampling
+from spec_serve.api.parts import Segment as Segment
 from spec_serve.api.parts import Speculation as Speculation
 from spec_serve.api.parts import StopString as StopString
+from spec_serve.api.parts import Token as Token
 from spec_serve.api.program_wire import Called as Called
 from spec_serve.api.program_wire import ProgramCall as ProgramCall
 from spec_serve.api.program_wire import ProgramDelta as ProgramDelta
@@ -33,11 +36,9 @@ JSON = "specserve.v1.json"
 MSGPACK = "specserve.v1.msgpack"
 SUBPROTOCOLS = (MSGPACK, JSON)
 
-MAX_STOPS, MAX_BAD_WORDS, MAX_IDS = 16, 64, 1024
 MAX_NAMED = 120  # characters of a wrong field's name that are told
 
 Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
-Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Reason = Literal["stop", "length", "cancelled"]
 Code = Literal[
     "invalid_request", "context_length_exceeded", "model_not_found", "overloaded", "draining",
@@ -90,6 +91,10 @@ class Generate(Message, tag="generate"):
     # Texts that may follow, scored as one tree with the first token; max_tokens must be 1. Answered
     # by `prompt_logprobs`: those of their tokens, one after the other.
     continuations: Annotated[list[list[Token]], Meta(max_length=MAX_IDS)] = []
+    # What is generated behind this, one after the other; the index of an answer's messages is then
+    # the segment's (0 = what this request says itself). Where a stop string begins within a token,
+    # or the next one has no room, the answer ends early: `last` of `finished` says where.
+    segments: Annotated[list[Segment], Meta(max_length=MAX_SEGMENTS)] = []
     skip_special_tokens: bool = True
     ids: bool = False
     steps: Literal["none", "summary", "steps", "tokens"] = "steps"
@@ -420,14 +425,20 @@ def finite(message: Any) -> Any:
     if isinstance(message, Ping) and not math.isfinite(message.t):
         raise BadMessage("t", "t: must be finite")
     if isinstance(message, Generate):
-        parts: tuple[tuple[str, Struct], ...] = (("", message), ("sampling.", message.sampling))
-        for prefix, part in parts:
-            for name in part.__struct_fields__:
-                value = getattr(part, name)
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise BadMessage(prefix + name, f"{prefix}{name}: must be finite")
-        for token, bias in (message.sampling.logit_bias or {}).items():
-            if not math.isfinite(bias):
-                name = f"sampling.logit_bias[{token}]"
-                raise BadMessage(name, f"{name}: must be finite")
+        _finite_part("", message)
+        _finite_part("sampling.", message.sampling)
+        for number, segment in enumerate(message.segments):
+            _finite_part(f"segments[{number}].sampling.", segment.sampling)
     return message
+
+
+def _finite_part(prefix: str, part: Struct) -> None:
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadMessage(prefix + name, f"{prefix}{name}: must be finite")
+    bias = part.logit_bias if isinstance(part, Sampling) else None
+    for token, value in (bias or {}).items():
+        if not math.isfinite(value):
+            name = f"{prefix}logit_bias[{token}]"
+            raise BadMessage(name, f"{name}: must be finite")

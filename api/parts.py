@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 MAX_STOP_CHARS = 256
+MAX_STOPS, MAX_BAD_WORDS, MAX_IDS, MAX_SEGMENTS = 16, 64, 1024, 64
 MAX_SOURCE_CHARS = 256 << 10  # of a grammar or schema
 MAX_BANNED, MAX_TOOL_NAME = 256, 256
 INT64 = 2**63 - 1
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Most = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
@@ -69,6 +71,25 @@ class Constraint(Part):
     banned: Annotated[list[StopString], Meta(max_length=MAX_BANNED)] = []
     after: Annotated[str, Meta(max_length=256)] = ""
     forcing: bool = True
+
+
+class Segment(Part):
+    """A further generation of a request: the ids that stand before it, and how it is made.
+
+    Fields as of Generate. It begins behind what the one before keeps: all but the token that ended
+    it, or those of its stop string.
+    """
+
+    token_ids: Annotated[list[Token], Meta(min_length=1)]
+    constraint: Constraint | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=INT64)] = 0
+    stop: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[Token], Meta(max_length=MAX_IDS)] = []
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class NamedTool(Part):

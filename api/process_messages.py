@@ -59,6 +59,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     deadline: float | None
     constraint: r.Constraint | None = None
     continuations: tuple[tuple[int, ...], ...] = ()
+    segments: tuple[Submit, ...] = ()
 
 
 class Cancel(msgspec.Struct, tag=2, array_like=True):
@@ -138,9 +139,22 @@ class Finished(msgspec.Struct, tag=3, array_like=True):
     timings: r.RequestTimings
     error: Failure | None
     constraint: r.Constrained | None = None
+    own: r.Usage | None = None
 
 
-Told = Started | PromptScored | Delta | Finished
+class SegmentFinished(msgspec.Struct, tag=4, array_like=True):
+    """A segment is over and the next one follows."""
+
+    number: int
+    index: int
+    reason: r.Reason
+    matched: int | str | None
+    usage: r.Usage
+    timings: r.RequestTimings
+    constraint: r.Constrained | None = None
+
+
+Told = Started | PromptScored | Delta | SegmentFinished | Finished
 
 
 class Step(msgspec.Struct, tag=10, array_like=True):
@@ -216,6 +230,7 @@ def to_submit(number: int, request: r.Request) -> Submit:
         number, request.id, request.prompt, request.sampling, ends, request.speculation, request.n,
         request.logprobs, request.prompt_logprobs, request.salt, request.priority, request.deadline,
         request.constraint, request.continuations,
+        tuple(to_submit(number, one) for one in request.segments),
     )  # fmt: skip
 
 
@@ -232,6 +247,7 @@ def from_submit(made: Submit, tokenizer: TokenTable) -> r.Request:
         made.id, made.prompt, made.sampling, stopping, made.speculation, made.n, made.logprobs,
         made.prompt_logprobs, made.salt, made.priority, made.deadline,
         constraint=made.constraint, continuations=made.continuations,
+        segments=tuple(from_submit(one, tokenizer) for one in made.segments),
     )  # fmt: skip
 
 
@@ -269,7 +285,12 @@ def to_told(number: int, event: r.Event) -> Told:
             error = event.error
             return Finished(
                 number, event.index, event.reason, event.matched, event.usage, event.timings,
-                to_failure(error) if error is not None else None, event.constraint,
+                to_failure(error) if error is not None else None, event.constraint, event.own,
+            )  # fmt: skip
+        case r.SegmentFinished():
+            return SegmentFinished(
+                number, event.index, event.reason, event.matched, event.usage, event.timings,
+                event.constraint,
             )  # fmt: skip
         case r.Started():
             return Started(number, event.index, event.cached_tokens, event.queue_ms)
@@ -287,7 +308,12 @@ def from_told(told: Told, request: r.Request) -> r.Event:
             error = told.error
             return r.Finished(
                 request, told.index, told.reason, told.matched, told.usage, told.timings,
-                from_failure(error) if error is not None else None, told.constraint,
+                from_failure(error) if error is not None else None, told.constraint, told.own,
+            )  # fmt: skip
+        case SegmentFinished():
+            return r.SegmentFinished(
+                request, told.index, told.reason, told.matched, told.usage, told.timings,
+                told.constraint,
             )  # fmt: skip
         case Started():
             return r.Started(request, told.index, told.cached_tokens, told.queue_ms)

@@ -85,7 +85,7 @@ class Service:
         arrived = time.monotonic()
         self._there()
         size = self._size(wire)
-        ids = len(wire.token_ids or ())
+        ids = len(wire.token_ids or ()) + sum(len(one.token_ids) for one in wire.segments)
         text = size - ids - len(wire.speculation.prediction or "")
         estimate = ids + text // CHARS_PER_TOKEN
         if total := self.admission.bounds.total_s:
@@ -116,34 +116,34 @@ class Service:
                 deadline=deadline,
             )
             # `submit` checks again, but what is far too long is refused here, beside the loop.
-            if made.request.constraint is None:
+            if not _constrained(made):
                 self.link.validate(made.request)
             return made
 
         inline = wire.messages is None and size <= INLINE_CHARS
         made = work() if inline else await self.aside(work)
-        if made.request.constraint is not None:
-            await self._compile(made, arrived)
+        if _constrained(made):
+            await self._compile(made, due(arrived))
         return made
 
-    async def _compile(self, made: Prepared, arrived: float) -> None:
-        """Compile a request's constraint beside the texts of others, which don't wait for it.
+    async def _compile(self, made: Prepared, until: float) -> None:
+        """Compile a request's constraints beside the texts of others, which don't wait for it.
 
         Here too where the engine is in another process: its reader must not wait either.
         """
-        constraint, compiler = made.request.constraint, compiler_of(self.tokenizer)
-        assert constraint is not None
-        until = due(arrived)
-        making = compiler.begin(constraint, until)
-        waited = asyncio.wrap_future(making)
-        waited.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # Others may wait for the same one: it is never cancelled.
-        await asyncio.wait((waited,), timeout=max(0.0, until - time.monotonic()))
-        if not waited.done() and compiler.reading(making):
-            await asyncio.wait((waited,), timeout=FIRST_S)
-        if not waited.done():
-            raise overloaded()
-        made.request.compiled = waited.result()
+        compiler = compiler_of(self.tokenizer)
+        asked = [one.request for one in (made, *made.segments) if one.request.constraint]
+        begun = [compiler.begin(one.constraint, until) for one in asked if one.constraint]
+        for request, making in zip(asked, begun, strict=True):
+            waited = asyncio.wrap_future(making)
+            waited.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # Others may wait for the same one: it is never cancelled.
+            await asyncio.wait((waited,), timeout=max(0.0, until - time.monotonic()))
+            if not waited.done() and compiler.reading(making):
+                await asyncio.wait((waited,), timeout=FIRST_S)
+            if not waited.done():
+                raise overloaded()
+            request.compiled = waited.result()
         await self.aside(lambda: self.link.validate(made.request))
 
     def _size(self, wire: m.Generate) -> int:
@@ -161,7 +161,8 @@ class Service:
                     f"{size} characters; at most {most} are read for a context of {context} tokens",
                     "context_length_exceeded",
                 )
-        others = len(wire.token_ids or ()) + len(wire.speculation.prediction or "")
+        given = (wire.token_ids or (), *(one.token_ids for one in wire.segments))
+        others = sum(map(len, given)) + len(wire.speculation.prediction or "")
         return sum(texts.values()) + others
 
     async def aside(self, work: Callable[[], T]) -> T:
@@ -219,6 +220,10 @@ class Service:
         """Let the pool go; what it still does is not waited for."""
         self.shelf.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _constrained(made: Prepared) -> bool:
+    return any(one.request.constraint is not None for one in (made, *made.segments))
 
 
 def _chars(message: m.ChatMessage) -> int:

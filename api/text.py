@@ -187,6 +187,14 @@ class TextStream:
                     return i + 1, self.stopped
         return None
 
+    def before(self, tokens: Sequence[int]) -> int | None:
+        """The Watch protocol: how many tokens stand before the stop string that ended the text."""
+        stop, tail, count = (self.stopped or "").encode(), b"", len(tokens)
+        while count and stop not in tail:
+            count -= 1
+            tail = self._piece(tokens[count]) + tail
+        return count if tail.startswith(stop) else None
+
     def _text(self, token: int) -> str:
         return self._characters(self._piece(token))
 

@@ -42,6 +42,7 @@ class Limits:
     max_stop_ids: int = 1024
     max_bad_words: int = 1024
     max_continued: int = 1024
+    max_segments: int = 64
 
 
 def _number(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
@@ -93,8 +94,30 @@ def _continuations(request: Request, info: EngineInfo, limits: Limits) -> None:
         raise RequestError(name, told, "context_length_exceeded")
 
 
+def _segments(request: Request, info: EngineInfo, limits: Limits) -> None:
+    segments = request.segments
+    if not segments:
+        return
+    if len(segments) > limits.max_segments:
+        raise RequestError("segments", f"are more than {limits.max_segments}")
+    for one in (request, *segments):
+        if one.n > 1 or one.prompt_logprobs is not None or one.continuations:
+            told = "don't go with several choices, prompt_logprobs or continuations"
+            raise RequestError("segments", told)
+    if (given := request.given) >= capacity(info):
+        told = f"and the prompt have {given} tokens, more than the {capacity(info)} that are held"
+        raise RequestError("segments", told, "context_length_exceeded")
+    for number, one in enumerate(segments):
+        try:
+            check_request(one, info, limits)
+        except RequestError as error:
+            said = str(error).removeprefix(f"{error.field}: ")
+            raise RequestError(f"segments[{number}].{error.field}", said, error.code) from None
+
+
 def check_request(request: Request, info: EngineInfo, limits: Limits) -> None:
     """Raise RequestError naming the first field that is wrong."""
+    _segments(request, info, limits)
     vocab = info.vocab_size
     prompt, sampling, stopping = request.prompt, request.sampling, request.stopping
     if not prompt:

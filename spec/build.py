@@ -180,7 +180,7 @@ class Builder:
     def _may_draft(self, row: Row) -> bool:
         if self._drafter is None or not self._speculates(row):
             return False
-        if row.emitted == 0 and self._mode(row) == "auto" and not self._quick_draft(row):
+        if not row.first_token and self._mode(row) == "auto" and not self._quick_draft(row):
             return False  # the first token goes out before the draft is run
         if row.purse.held <= 0 and self._mode(row) == "auto":
             return False  # it lost what it had
@@ -217,7 +217,7 @@ class Builder:
                 continue  # a drafter with taps has grown a tree for it all the same
             if row.sources is None and row.device_tree is None and row.walk is None:
                 continue
-            if row.emitted == 0 and self._mode(row) == "auto" and not row.forced(1):
+            if not row.first_token and self._mode(row) == "auto" and not row.forced(1):
                 continue  # guesses would only delay the first token
             if (
                 (row.rest or row.purse.held < least)

@@ -71,7 +71,7 @@ def commit_row(
         lps = report.logprobs(result.logprobs.get(b, []), taken)
     told = builder.sources(row, path, given) if drafted else report.NOT_GUESSED
     record = report.step_record(row, job, b, result, accepted, host_us, told)
-    tell(Delta(row.request, row.index, new, lps, record))
+    tell(Delta(row.owner, row.index, new, lps, record))
     return None if reason is None else (reason, matched)
 
 
@@ -79,5 +79,5 @@ def _prompt_scores(row: Row, scored: Scored | None, last: bool, tell: Tell) -> N
     row.prompt_scored += report.logprobs(scored or [])
     if last:
         row.scored = True
-        tell(PromptScored(row.request, row.index, row.prompt_scored))
+        tell(PromptScored(row.owner, row.index, row.prompt_scored))
         row.prompt_scored = []

@@ -223,6 +223,8 @@ _making = threading.Lock()
 
 def compile_for(request: Request, compiler: Compiler | None) -> None:
     """Compile a request's constraint if it has one that isn't compiled. Raises RequestError."""
+    for one in request.segments:
+        compile_for(one, compiler)
     if request.constraint is None or request.compiled is not None:
         return
     if compiler is None:

@@ -25,6 +25,7 @@ from spec_serve.spec.completion import Completion, collect
 from spec_serve.spec.request import Event, Finished, Reason, Request, RequestError, Started
 from spec_serve.spec.row import Row, make_rows
 from spec_serve.spec.scheduler import Scheduler
+from spec_serve.spec.segments import following
 from spec_serve.spec.stats import EngineStats
 from spec_serve.spec.step import Device, Job, Result
 
@@ -300,7 +301,7 @@ class Engine:
             self._stats.prompt_tokens += row.prompt_len
             self._stats.prefix_hit_tokens += row.cached
             queued = (now - row.arrived) * 1e3
-            self._events.append(Started(row.request, row.index, row.cached, queued))
+            self._events.append(Started(row.owner, row.index, row.cached, queued))
         self.scheduler.admit(row)
         return True
 
@@ -346,9 +347,25 @@ class Engine:
         tell = self._events.append
         ended = commit_row(row, b, job, result, self.builder, self._stats, tell, now, host_us)
         if ended is not None:
-            self._finish(row, *ended)
+            after = following(row, *ended, self.info)
+            if after is None:
+                self._finish(row, *ended)
+            else:
+                self._follow(row, after, *ended)
         elif job.next_tokens[b] < 0 and not row.shared:
             self.builder.share(row)
+
+    def _follow(self, row: Row, after: Row, reason: Reason, matched: int | str | None) -> None:
+        """Have the next segment of a request take a row's place."""
+        self._events.append(report.segment_finished(row, reason, matched))
+        self.builder.release(row)
+        self.scheduler.retire(row)
+        self.scheduler.waiting.insert(0, after)
+        live = self._live[row.request.id]
+        live[live.index(row)] = after
+        if row in self._timed:
+            self._timed.remove(row)
+            self._timed.add(after)
 
     def _finish(
         self,

@@ -8,10 +8,12 @@ from __future__ import annotations
 from time import monotonic
 
 from spec_serve.spec.request import (
+    Constrained,
     Finished,
     Reason,
     RequestError,
     RequestTimings,
+    SegmentFinished,
     StepRecord,
     TokenLogprob,
     Usage,
@@ -27,18 +29,43 @@ def finished(
     row: Row, reason: Reason, matched: int | str | None, error: RequestError | None
 ) -> Finished:
     """The end of a row."""
-    walk, constrained = row.walk, None
-    if walk is not None and row.cached >= 0:
-        constrained = walk.outcome(isinstance(matched, str))
-        if reason == "error" and error is None:
-            error = RequestError("constraint", walk.failed or "no token is left that fits it")
+    constrained = outcome(row, matched)
+    if row.walk is not None and constrained is not None and reason == "error" and error is None:
+        error = RequestError("constraint", row.walk.failed or "no token is left that fits it")
+    own = None if row.before is None else _alone(row)
     return Finished(
-        row.request, row.index, reason, matched, usage(row), timings(row), error, constrained
+        row.owner, row.index, reason, matched, usage(row), timings(row), error, constrained, own
     )
 
 
+def segment_finished(row: Row, reason: Reason, matched: int | str | None) -> SegmentFinished:
+    """The end of a row that another one follows."""
+    alone, constrained = _alone(row), outcome(row, matched)
+    return SegmentFinished(row.owner, row.index, reason, matched, alone, timings(row), constrained)
+
+
+def outcome(row: Row, matched: int | str | None) -> Constrained | None:
+    """What became of a row's constraint."""
+    if row.walk is None or row.cached < 0:
+        return None
+    return row.walk.outcome(isinstance(matched, str))
+
+
 def usage(row: Row) -> Usage:
-    """The tokens a row has read and made so far."""
+    """The tokens a row, and those it follows, have read and made so far."""
+    own, before = _alone(row), row.before
+    if before is None:
+        return own
+    given = row.owner.prompt, *(one.prompt for one in row.owner.segments[: row.segment])
+    return Usage(
+        sum(map(len, given)), before.cached_tokens,
+        before.completion_tokens + own.completion_tokens,
+        before.accepted_prediction_tokens + own.accepted_prediction_tokens,
+        before.rejected_prediction_tokens + own.rejected_prediction_tokens,
+    )  # fmt: skip
+
+
+def _alone(row: Row) -> Usage:
     return Usage(
         row.prompt_len, max(row.cached, 0), row.emitted,
         row.accepted_prediction, row.rejected_prediction,

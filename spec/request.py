@@ -65,6 +65,11 @@ class Watch(Protocol):
         None."""
         ...
 
+    def before(self, tokens: Sequence[int]) -> int | None:
+        """How many of the choice's tokens stand before the stop string that ended it; None where
+        that begins within a token."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
@@ -159,7 +164,10 @@ class Request:
     prefix cache. priority: higher first. deadline: time.monotonic() seconds. sink: called with each
     event of this request, in the thread of the link that delivers it. trace: the W3C traceparent of
     who asks. constraint: what the text has to look like; compiled: the same, by spec/compiler.py
-    (None = the engine does it when the request is submitted).
+    (None = the engine does it when the request is submitted). segments: further generations, one
+    behind the other; the prompt of each is the text given between, behind what the one before it
+    keeps: all but its end token or stop string. They have the speculation, salt, priority and
+    deadline of this one, and n 1.
     """
 
     id: str
@@ -180,6 +188,12 @@ class Request:
     continuations: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
     compiled: Compiled | None = None
+    segments: tuple[Request, ...] = ()
+
+    @property
+    def given(self) -> int:
+        """Tokens that are not chosen: of the prompt, and of the texts between."""
+        return len(self.prompt) + sum(len(one.prompt) for one in self.segments)
 
 
 @dataclass(slots=True)
@@ -269,7 +283,8 @@ class Finished:
     """The last event of a choice. matched: the token id or stop string that ended it.
 
     error is set when reason is "error" (a RequestError with code timeout, overloaded, ...).
-    constraint is set for choices that had one and had begun."""
+    constraint is set for choices that had one and had begun. usage: of all the request's segments
+    together; own: of the last one alone, where there were several."""
 
     request: Request
     index: int
@@ -279,6 +294,20 @@ class Finished:
     timings: RequestTimings
     error: RequestError | None = None
     constraint: Constrained | None = None
+    own: Usage | None = None
 
 
-Event = Started | PromptScored | Delta | Finished
+@dataclass(slots=True)
+class SegmentFinished:
+    """A segment is over, and the next one follows; fields as of Finished, usage of it alone."""
+
+    request: Request
+    index: int
+    reason: Reason
+    matched: int | str | None
+    usage: Usage
+    timings: RequestTimings
+    constraint: Constrained | None = None
+
+
+Event = Started | PromptScored | Delta | SegmentFinished | Finished

@@ -16,7 +16,7 @@ from spec_serve.draft.budget import Calibration, Purse
 from spec_serve.draft.mix import Candidates, Trust, tree_kind
 from spec_serve.spec.admission import EngineInfo, capacity
 from spec_serve.spec.constraint import SOURCE, Walk
-from spec_serve.spec.request import Reason, Request, TokenLogprob
+from spec_serve.spec.request import Reason, Request, TokenLogprob, Usage
 from spec_serve.spec.sampling import RowSampling
 
 if TYPE_CHECKING:
@@ -36,16 +36,17 @@ class Row:
     tokens: prompt and everything emitted. kv: its place in the cache while it runs. next_slot: the
     slot granted ahead for the first node of its next twig (0 = none). replay: that first node is
     the last cached token, run again for its logits. drafted: leading tokens with draft K/V. walk:
-    its place in the request's constraint, if it has one.
+    its place in the request's constraint, if it has one. owner: the request whose `segment`-th
+    generation this is, which is `request` itself for the first; before: usage of the one before.
     """
 
     __slots__ = (
-        "accepted_prediction", "admitted", "arrived", "cached", "candidates",
+        "accepted_prediction", "admitted", "arrived", "before", "cached", "candidates",
         "device_tree", "drafted", "ends", "first_token", "guessed", "idle", "index", "kv",
-        "last_token", "leader", "limit", "next_slot", "order", "prompt_len", "prompt_scored",
-        "purse", "rejected_prediction", "replay", "request", "rest", "sampling", "scored", "shadow",
-        "shared", "source_of", "sources", "steps", "told", "tokens", "tree", "trunk", "trust",
-        "walk", "watch", "watch_from",
+        "last_token", "leader", "limit", "next_slot", "order", "owner", "prompt_len",
+        "prompt_scored", "purse", "rejected_prediction", "replay", "request", "rest", "sampling",
+        "scored", "segment", "shadow", "shared", "source_of", "sources", "steps", "told",
+        "tokens", "tree", "trunk", "trust", "walk", "watch", "watch_from",
     )  # fmt: skip
 
     def __init__(
@@ -59,7 +60,9 @@ class Row:
         walk: Walk | None = None,
     ) -> None:
         stopping = request.stopping
-        self.request = request
+        self.request = self.owner = request
+        self.segment = 0
+        self.before: Usage | None = None
         self.index = index
         self.sampling = sampling
         self.tokens: list[int] = list(request.prompt)

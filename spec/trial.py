@@ -9,6 +9,7 @@ is all sides: `try_out`, and what `python -m spec_serve.spec.trial` runs. Knows 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -86,6 +87,12 @@ _places = threading.Semaphore(AT_ONCE)
 _lock = threading.Lock()
 _idle: list[socket.socket] = []  # ways to processes that have answered and wait
 _parents: list[_Parent] = []  # one at most
+
+
+@atexit.register
+def _leave() -> None:
+    for way in _idle:
+        way.close()
 
 
 def get_ready() -> None:
