@@ -27,6 +27,10 @@ from spec_serve.target.native import ACTIVATIONS, NativeTransformer, rotation_ta
 QUANTISED, ACTIVATION_BITS = "q8_0", 8
 MOST_WIDTH = 64
 LAYER = "layers.0."
+_HELD = (
+    "tokens", "positions", "slots", "node_ptr", "features", "last", "length", "row_ids", "grants",
+    "seeds", "temperature", "tokens_out", "parents_out", "scores_out",
+)  # fmt: skip
 
 
 @runtime_checkable
@@ -157,30 +161,31 @@ class NativeHead:
         rows = batch.rows
         width = min(plan.width, self._draft.vocab, MOST_WIDTH)
         growing = plan.nodes > 0 and plan.depth > 0
-        candidates = width + max(plan.depth - 1, 0) * width * width
-        kept = min(plan.nodes, candidates) if growing else 0
-        longest = int(seen.length.max())
-        assert seen.taps is not None and int(seen.length.min()) > 1, "a newest token has a feature"
-        self._reach(longest + plan.depth)
+        lengths = seen.length.tolist()
+        assert seen.taps is not None and min(lengths) > 1, "a newest token has a feature"
+        assert seen.taps.dtype == torch.float32
+        self._reach(max(lengths) + plan.depth)
         if self._grower.pool is not self._target.pool:  # the target's threads were changed
             self._grower = Grower(self._draft, self._target.isa, self._target.pool)
-        seeds = torch.zeros(rows, dtype=torch.int64)
-        temperature = torch.zeros(rows, dtype=torch.float64)
-        if isinstance(noise, Keyed):
-            seeds, temperature = noise.seeds, noise.temperature
-        tokens = torch.empty(rows, kept, dtype=torch.int64)
-        parents = torch.empty(rows, kept, dtype=torch.int64)
-        scores = torch.empty(rows, kept)
-        held = {
-            "tokens": batch.tokens, "positions": batch.positions, "slots": batch.slots,
-            "node_ptr": batch.node_ptr, "features": seen.taps, "last": seen.last,
-            "length": seen.length, "row_ids": batch.row_ids, "grants": grants, "seeds": seeds,
-            "temperature": temperature, "tokens_out": tokens, "parents_out": parents,
-            "scores_out": scores,
-        }  # fmt: skip
-        held = {name: tensor.contiguous() for name, tensor in held.items()}
-        assert held["features"].dtype == torch.float32
-        for name, tensor in held.items():
+        held = [
+            batch.tokens, batch.positions, batch.slots, batch.node_ptr, seen.taps, seen.last,
+            seen.length, batch.row_ids,
+        ]  # fmt: skip
+        kept = 0
+        if growing:
+            candidates = width + (plan.depth - 1) * width * width
+            kept = min(plan.nodes, candidates)
+            if isinstance(noise, Keyed):
+                seeds, temperature = noise.seeds, noise.temperature
+            else:
+                seeds = torch.zeros(rows, dtype=torch.int64)
+                temperature = torch.zeros(rows, dtype=torch.float64)
+            tokens = torch.empty(rows, kept, dtype=torch.int64)
+            parents = torch.empty(rows, kept, dtype=torch.int64)
+            scores = torch.empty(rows, kept)
+            held += [grants, seeds, temperature, tokens, parents, scores]
+        held = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in held]
+        for name, tensor in zip(_HELD, held, strict=False):  # what only growing needs comes last
             setattr(step, name, tensor.data_ptr())
         (kv,) = self._layers
         step.k, step.v, step.table = kv.k.data_ptr(), kv.v.data_ptr(), self._table.data_ptr()

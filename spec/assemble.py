@@ -23,6 +23,7 @@ from spec_serve.spec.constraint import SOURCE
 from spec_serve.spec.draft_cost import drafter_points
 from spec_serve.spec.engine import Engine
 from spec_serve.spec.grammar import Spelling
+from spec_serve.spec.host_step import HostDevice
 from spec_serve.spec.request import Mode
 from spec_serve.spec.row import Row
 from spec_serve.spec.scheduler import Scheduler
@@ -102,7 +103,8 @@ def assemble(
     if options.block_events:
         store.tree.log = BlockLog(options.block_events)
     vocabulary = min(vocab_size or target.config.vocab, target.config.vocab)
-    runner = TorchDevice(target, pool, attention, drafter, vocabulary)
+    step = HostDevice if device.type == "cpu" else TorchDevice
+    runner = step(target, pool, attention, drafter, vocabulary)
     sizes = [n for n in SIZES if n == 1 or n < min(slots, context)]
     timed = cost is None
     if cost is None:

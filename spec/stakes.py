@@ -143,6 +143,7 @@ class Stakes:
                 self.cost.observe(nodes, ms, context, count)
             for part in parts:
                 part.row.purse.earn()
+            ms += result.draft_us / 1e3  # what a drafter that reads the target takes in any case
             return plain / ms if ms > 0 else 1.0
         expected = self.cost.at(nodes, context, count)
         if not any(twig.forced for twig in job.twigs):  # cheaper: the head was left out for some
@@ -157,7 +158,7 @@ class Stakes:
             right += len(path)
             if self.bounded:
                 part.row.purse.settle(1 + len(path), len(path), bet)
-        return (1.0 + right / count) * plain / (ms + draft_ms)
+        return (1.0 + right / count) * plain / (ms + result.draft_us / 1e3)
 
 
 def mean_context(picked: Sequence[tuple[Row, int]]) -> float:
