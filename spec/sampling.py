@@ -44,7 +44,7 @@ def adjust(logits: Tensor, nodes: NodeSampling) -> Tensor:
     those of min_tokens yield first, then bad words; ids never to be used stay excluded.
     """
     out = logits.to(torch.float32, copy=True)
-    x = _edited(logits, nodes)
+    x = edited(logits, nodes)
     _, free, filtered = x.split_with_sizes(_groups(x, nodes))
     if len(free) or len(filtered):
         x = x.clone()
@@ -66,7 +66,7 @@ def choose(logits: Tensor, nodes: NodeSampling | None) -> Tensor:
     """
     if nodes is None:
         return _first_max(logits)
-    x = _edited(logits, nodes)
+    x = edited(logits, nodes)
     greedy, free, filtered = x.split_with_sizes(_groups(x, nodes))
     picks: list[Tensor] = []
     if len(greedy):
@@ -102,6 +102,15 @@ class RowNoise:
         buffer.floats([row.temperature for row in rows])
         self._seeds, temperature = buffer.send(torch.device(device))
         self._temperature = temperature.view(torch.float64)
+
+    @classmethod
+    def over(cls, seeds: Tensor, temperature: Tensor) -> RowNoise:
+        """The noise of rows that only the device knows: seeds [B] int64, temperature [B] float64,
+        read whenever noise is added."""
+        noise = cls.__new__(cls)
+        noise._any, noise._all = True, False
+        noise._seeds, noise._temperature = seeds, temperature
+        return noise
 
     @property
     def seeds(self) -> Tensor:
@@ -221,7 +230,7 @@ def _survivors(filtered: Tensor, nodes: NodeSampling) -> tuple[Tensor, Tensor]:
     return survivors(filtered, temperature, nodes.top_k, nodes.top_p, nodes.min_p, nodes.widest)
 
 
-def _edited(logits: Tensor, nodes: NodeSampling) -> Tensor:
+def edited(logits: Tensor, nodes: NodeSampling) -> Tensor:
     """Logits of the rows that need work, in work order [K, V] float32, with penalties, bias and
     masks applied; the input itself if there is nothing to do."""
     x = logits if nodes.work is None else logits.index_select(0, nodes.work)

@@ -7,36 +7,26 @@ conditions are not known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from time import perf_counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from spec_serve.cache.batch import TreeBatch, Twig, build_batch
-from spec_serve.cache.pool import TRASH, KVPool
-from spec_serve.cache.tree import TokenTree
-from spec_serve.draft.base import Drafter, Plan, Seen, Trees
+from spec_serve.cache.pool import KVPool
+from spec_serve.draft.base import Drafter, Plan, Trees
 from spec_serve.kernels.base import AttentionBackend
+from spec_serve.kernels.graphs import Watch, fetch
+from spec_serve.spec.graphs import Parts, StepGraphs
 from spec_serve.spec.logprobs import score
-from spec_serve.spec.sampling import RowNoise, RowSampling, choose, pack
-from spec_serve.spec.verify import Verdict, walk
+from spec_serve.spec.nodes import sent
+from spec_serve.spec.operations import StepOperations, TorchSteps
+from spec_serve.spec.sampling import RowNoise, RowSampling, pack
+from spec_serve.spec.seen import DraftRow, Step, seen_by
+from spec_serve.spec.verify import Verdict
 from spec_serve.target.model import Model
-
-
-@dataclass(slots=True)
-class DraftRow:
-    """One row's part in drafting: batch row `b`; `known` tokens from position `start` on are
-    certain and lack draft K/V (slots beside them); `state` and `seed` belong to its noise."""
-
-    b: int
-    start: int
-    known: Sequence[int]
-    slots: Sequence[int]
-    grants: Sequence[int]
-    state: RowSampling
 
 
 @dataclass(slots=True)
@@ -66,6 +56,8 @@ class Job:
     plan: Plan = Plan(0, 0, 0)
 
 
+__all__ = ["Device", "DraftRow", "Job", "Result", "TorchDevice"]
+
 Scored = list[tuple[int, float, list[tuple[int, float]]]]  # token, logprob, [(token, logprob)]
 
 
@@ -93,7 +85,7 @@ class Device(Protocol):
 
 
 class TorchDevice:
-    """Steps on one torch device."""
+    """Steps on one torch device. `graphs`: those of steps that fit one, None = there are none."""
 
     def __init__(
         self,
@@ -102,44 +94,61 @@ class TorchDevice:
         attention: AttentionBackend,
         drafter: Drafter | None = None,
         vocabulary: int = 0,
+        operations: StepOperations | None = None,
     ) -> None:
-        """vocabulary: leading ids that may be emitted; 0 = all."""
+        """vocabulary: leading ids that may be emitted; 0 = all. operations: None = torch's."""
         self.model = model
         self._vocabulary = vocabulary or model.config.vocab
         self.pool = pool
         self._attention = attention
         self._drafter = drafter
+        self._operations = operations or TorchSteps()
+        self.graphs: StepGraphs | None = None
         own = len(model.kv_specs)
         self._layers = pool.layers[:own]
         if drafter is not None:
             drafter.bind(pool.layers[own:], pool.table)
 
+    @property
+    def parts(self) -> Parts:
+        """What graphs are made of."""
+        return Parts(
+            self.model, self._layers, self.pool, self._attention, self._operations, self._drafter,
+            self._vocabulary,
+        )  # fmt: skip
+
     @torch.inference_mode()
     def step(self, job: Job) -> Result:
         """See `Device`."""
-        begun = perf_counter()
-        batch = build_batch(job.twigs, self.pool.device)
-        plan = self._attention.plan(batch, self.pool.table)
-        taps = () if self._drafter is None else self._drafter.taps
-        out = self.model.forward(batch, self._layers, plan, taps)
+        watch = Watch(self.pool.device)
+        watch.mark()
+        launched = None
+        if self.graphs is not None:
+            launched = self.graphs.forward(job.twigs, job.next_slots, job.replays, job.states)
+        if launched is None:
+            batch, logits, taps = self._forward(job)
+        else:
+            batch, logits, taps = launched.batch, launched.logits, launched.taps
         for task in job.meanwhile:
             task()
-        logits = out.logits
-        if logits.shape[1] > self._vocabulary:
-            logits = logits[:, : self._vocabulary]
-        nodes = pack(
-            [
-                (state, twig.tree, twig.prefix, twig.logits_from)
-                for state, twig in zip(job.states, job.twigs, strict=True)
-            ],
-            self.pool.device,
-        )
-        chosen = choose(logits, nodes)
-        verdict = walk(batch, chosen, job.depth)
-        self._settle(job, batch, verdict)
-        verified = perf_counter()
-        trees = self._draft(job, batch, verdict, out.taps) if job.drafting else None
-        drafted = perf_counter()
+        verdict = None
+        if launched is not None:
+            assert self.graphs is not None
+            verdict = self.graphs.judge(launched, job.states, job.depth)
+        judged = verdict is not None
+        if verdict is None:
+            verdict = self._judge(job, batch, logits)
+        watch.mark()
+        trees = None
+        if job.drafting:
+            if launched is not None:
+                assert self.graphs is not None
+                trees = self.graphs.draft(
+                    launched, verdict, judged, job.drafting, job.twigs, job.plan, job.depth
+                )
+            if trees is None:
+                trees = self._draft(job, batch, verdict, taps)
+        watch.mark()
         result = self._read(job, batch, verdict, trees)
         if job.score_rows:
             self._score(job, batch, logits, result)
@@ -147,116 +156,53 @@ class TorchDevice:
             self._score_prompt(job, batch, logits, result)
         if job.continued:
             self._score_continued(job, batch, logits, result)
-        result.verify_us = int((verified - begun) * 1e6)
-        result.draft_us = int((drafted - verified) * 1e6)
+        result.verify_us, result.draft_us = watch.us(0, 1), watch.us(1, 2)
+        if self.graphs is not None:
+            self.graphs.between()
         return result
 
-    def _settle(self, job: Job, batch: TreeBatch, verdict: Verdict) -> None:
-        """Write the slots of certain nodes, and of the token behind them, into the table."""
-        table = self.pool.table
-        forget = table.shape[1] - 1
-        kept = torch.cat((batch.given, batch.given.new_zeros(1)))
-        if job.depth:
-            path = verdict.path
-            kept[torch.where(path < 0, len(batch), path).reshape(-1)] = 1
+    def _forward(self, job: Job) -> tuple[TreeBatch, Tensor, Tensor | None]:
+        """The batch, its logits [M, V] and what the drafter taps."""
+        batch = build_batch(job.twigs, self.pool.device)
+        plan = self._attention.plan(batch, self.pool.table)
+        asked = () if self._drafter is None else self._drafter.taps
+        out = self.model.forward(batch, self._layers, plan, asked)
+        logits = out.logits
+        if logits.shape[1] > self._vocabulary:
+            logits = logits[:, : self._vocabulary]
+        return batch, logits, out.taps
+
+    def _judge(self, job: Job, batch: TreeBatch, logits: Tensor) -> Verdict:
+        """Choose at every node, walk, and write what became certain into the table."""
+        device = self.pool.device
+        nodes = pack(
+            [
+                (state, twig.tree, twig.prefix, twig.logits_from)
+                for state, twig in zip(job.states, job.twigs, strict=True)
+            ],
+            device,
+        )
+        operations = self._operations
+        verdict = operations.walk(batch, operations.choose(logits, nodes), job.depth)
+        flags: list[int] = []
         if job.replays:
-            kept[torch.tensor(job.replays, device=table.device)] = 0
-        at = torch.where(kept[:-1] == 1, batch.positions, forget)
-        table[batch.row_ids[batch.row_of], at] = batch.slots
-        following = torch.tensor(job.next_slots, device=table.device)
-        at = torch.where(following != TRASH, batch.positions[verdict.leaf] + 1, forget)
-        table[batch.row_ids, at.clamp_max(forget)] = following
+            flags = [0] * len(batch)
+            for node in job.replays:
+                flags[node] = 1
+        next_slots, replayed = sent(device, job.next_slots, flags)
+        operations.settle(batch, verdict, next_slots, self.pool.table, replayed if flags else None)
+        return verdict
 
     def _draft(
         self, job: Job, batch: TreeBatch, verdict: Verdict, taps: Tensor | None
     ) -> Trees | None:
         assert self._drafter is not None
-        seen = self._seen(job, batch, verdict, taps)
+        step = Step(job.twigs, job.next_slots, job.next_tokens, job.depth, job.drafting)
+        seen = seen_by(step, batch, verdict, taps)
         device = self.pool.device
-        grants = torch.tensor([row.grants for row in job.drafting], device=device)
+        grants = torch.tensor([row.grants for row in job.drafting]).to(device, non_blocking=True)
         noise = RowNoise([row.state for row in job.drafting], device)
         return self._drafter.propose(seen, grants, job.plan, noise)
-
-    def _seen(self, job: Job, batch: TreeBatch, verdict: Verdict, taps: Tensor | None) -> Seen:
-        """Chains of what became certain: known tokens, accepted guesses, the token behind them.
-
-        How many guesses were accepted is known only on the device, so every chain is as long as it
-        can get; what is not used is padding at its end, written to TRASH.
-        """
-        device = self.pool.device
-        width = job.depth + 1
-        accepted, leaf = verdict.accepted, verdict.leaf
-        path = verdict.path if job.depth else verdict.path.new_full((batch.rows, 1), -1)
-        safe = path.clamp_min(0)
-        following = torch.tensor(job.next_tokens, device=device)
-        following = torch.where(following < 0, verdict.bonus, following)
-        column = accepted.unsqueeze(1)
-        tail_token = torch.where(path < 0, 0, batch.tokens[safe])
-        tail_slot = torch.where(path < 0, TRASH, batch.slots[safe])
-        if job.depth:
-            tail_token = torch.cat((tail_token, tail_token.new_zeros(batch.rows, 1)), 1)
-            tail_slot = torch.cat((tail_slot, tail_slot.new_zeros(batch.rows, 1)), 1)
-        tail_token = tail_token.scatter(1, column, following.unsqueeze(1))
-        next_slots = torch.tensor(job.next_slots, device=device)
-        tail_slot = tail_slot.scatter(1, column, next_slots.unsqueeze(1))
-        twigs: list[Twig] = []
-        source: list[int] = []
-        last: list[int] = []
-        for row in job.drafting:
-            known, deepest = len(row.known), width
-            tokens = [*row.known, *([0] * deepest)]
-            tree = TokenTree(tokens, range(-1, len(tokens) - 1), len(tokens))
-            slots = [*row.slots, *([TRASH] * deepest)]
-            last.append(len(source) + known)
-            source += [-1] * known
-            source += range(row.b * width, row.b * width + deepest)
-            twigs.append(Twig(job.twigs[row.b].row, row.start, tree, slots, len(tokens)))
-        chain = build_batch(twigs, device)
-        index = torch.tensor(source, device=device)
-        picked = index.clamp_min(0)
-        tokens_ = torch.where(index < 0, chain.tokens, tail_token.reshape(-1)[picked])
-        slots_ = torch.where(index < 0, chain.slots, tail_slot.reshape(-1)[picked])
-        rows = torch.tensor([row.b for row in job.drafting], device=device)
-        at = torch.tensor(last, device=device) + accepted[rows]
-        seen = replace(chain, tokens=tokens_, slots=slots_, twig_slots=slots_, logits_at=at)
-        length = batch.positions[leaf[rows]] + 2
-        features = None
-        if taps is not None:
-            features = self._features(job, batch, verdict, chain, taps)
-        begins = any(row.start == 0 for row in job.drafting)
-        return Seen(seen, at, length, features, begins)
-
-    def _features(
-        self, job: Job, batch: TreeBatch, verdict: Verdict, chain: TreeBatch, taps: Tensor
-    ) -> Tensor:
-        """Taps of each seen token's predecessor; zeros where there is none (position 0)."""
-        device = taps.device
-        width = job.depth + 1
-        # Nodes at the end of which each tail token stands: last given node, then the path.
-        ends = batch.node_ptr[:-1] + torch.tensor(
-            [twig.tree.given - 1 for twig in job.twigs], device=device
-        )
-        before = ends.unsqueeze(1)
-        if job.depth:
-            before = torch.cat((before, verdict.path.clamp_min(0)), 1)  # [B, width]
-        source: list[int] = []
-        flat: list[int] = []
-        start_of = batch.node_ptr.tolist()
-        for row in job.drafting:
-            twig = job.twigs[row.b]
-            for position in range(row.start, row.start + len(row.known)):
-                node = position - 1 - twig.prefix
-                assert node >= 0 or position == 0, "a tapping drafter must see every token"
-                source.append(start_of[row.b] + node if node >= 0 else -1)
-                flat.append(-1)
-            source += [-1] * width
-            flat += range(row.b * width, (row.b + 1) * width)
-        direct = torch.tensor(source, device=device)
-        tail = torch.tensor(flat, device=device)
-        node_index = torch.where(tail < 0, direct, before.reshape(-1)[tail.clamp_min(0)])
-        assert node_index.shape[0] == len(chain)
-        gathered = taps[node_index.clamp_min(0)]
-        return torch.where((node_index < 0).unsqueeze(1), 0, gathered)
 
     def _read(self, job: Job, batch: TreeBatch, verdict: Verdict, trees: Trees | None) -> Result:
         """The step's one copy from device to host."""
@@ -268,7 +214,7 @@ class TorchDevice:
             scores = trees.score.float().contiguous().view(torch.int32).to(torch.int64)
             parts += [trees.count, trees.tokens.reshape(-1), trees.parents.reshape(-1)]
             parts.append(scores.reshape(-1))
-        host = torch.cat(parts).cpu()
+        host = fetch(torch.cat(parts))
         values = host.tolist()
         bonus, accepted = values[:rows], values[rows : 2 * rows]
         at = 2 * rows

@@ -50,7 +50,7 @@ def walk(batch: TreeBatch, chosen: Tensor, depth: int) -> Verdict:
     # next_of[i] = the child of node i that was hit, or -1; the extra cell takes what isn't meant.
     next_of = torch.full((nodes + 1,), -1, dtype=torch.int64, device=device)
     next_of.scatter_(0, torch.where(hit, up, nodes), torch.arange(nodes, device=device))
-    next_of[nodes] = -1
+    next_of.narrow(0, nodes, 1).fill_(-1)  # an index with a scalar is no part of a graph
     given = torch.zeros(rows, dtype=torch.int64, device=device)
     given.index_add_(0, batch.row_of, batch.given)
     leaf = batch.node_ptr[:-1] + given - 1  # [B]

@@ -1,0 +1,223 @@
+"""Steps as graphs: the forward, what follows it, and drafting, each recorded once per size.
+
+A step that fits a tier is a chain of up to three graphs: forward, verdict (draw, walk, settle),
+draft. A step whose choices depend on more than temperature and seed (filters, penalties, masks)
+replays the forward and runs the rest as ever, on the same tensors without padding: its launches are
+queued while the forward runs. Draft graphs are recorded when a shape is asked for a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spec_serve.cache.batch import WORD, TreeBatch, Twig
+from spec_serve.cache.pool import KVPool, LayerKV
+from spec_serve.draft.base import Drafter, Plan, Trees, scratch_slots
+from spec_serve.kernels.base import AttentionBackend
+from spec_serve.kernels.graphs import Capture, Work
+from spec_serve.spec.choice import RowSampling
+from spec_serve.spec.draft_graph import DraftGraph, Shape, width_for
+from spec_serve.spec.frames import Frame, Tier, pick, plainly_drawn, tiers
+from spec_serve.spec.operations import StepOperations
+from spec_serve.spec.seen import DraftRow
+from spec_serve.spec.verify import Verdict
+from spec_serve.target.model import Model
+
+log = logging.getLogger("spec_serve.graphs")
+
+DRAFTS = 64
+"""Draft graphs kept at most; further shapes run without."""
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What steps are made of."""
+
+    model: Model
+    layers: Sequence[LayerKV]
+    pool: KVPool
+    attention: AttentionBackend
+    operations: StepOperations
+    drafter: Drafter | None
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A forward under way. batch: without padding; logits [M, V] float32; taps [N, T * H]."""
+
+    frame: Frame
+    batch: TreeBatch
+    logits: Tensor
+    taps: Tensor | None
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The graphs of one tier."""
+
+    frame: Frame
+    forward: Work
+    judge: Work
+
+
+class StepGraphs:
+    """The graphs of one device. Nothing is recorded before `record`."""
+
+    def __init__(
+        self, parts: Parts, capture: Capture, max_rows: int, max_nodes: int, scratch: int = 0
+    ) -> None:
+        """max_nodes: guesses of a row at most; a path is at most as long."""
+        self._parts = parts
+        self._capture = capture
+        self._depth = max(max_nodes, 1)
+        self._words = -(-(max_nodes + 1) // WORD)
+        self._tiers = tiers(max_rows, max_nodes)
+        self._recorded: dict[Tier, _Recorded] = {}
+        self._drafts: dict[tuple[Tier, Shape], DraftGraph] = {}
+        self._asked: Counter[tuple[Tier, Shape]] = Counter()
+        self._wanted: tuple[Tier, Shape] | None = None
+        device = parts.pool.device
+        most = max(tier.nodes for tier in self._tiers)
+        self._logits = torch.zeros((most, parts.vocabulary), dtype=torch.float32, device=device)
+        self._taps: Tensor | None = None
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """Of these there are graphs."""
+        return tuple(self._recorded)
+
+    @torch.inference_mode()
+    def record(self, progress: Progress = lambda share: None) -> None:
+        """Record forward and verdict of every tier, large ones first: their memory serves all."""
+        order = sorted(self._tiers, key=lambda tier: tier.nodes, reverse=True)
+        for done, tier in enumerate(order):
+            progress(done / len(order))
+            self._recorded[tier] = self._record(tier)
+        progress(1.0)
+
+    def _record(self, tier: Tier) -> _Recorded:
+        parts, pool = self._parts, self._parts.pool
+        table = pool.table
+        frame = Frame(tier, self._words, self._depth, table.shape[1] - 1, pool.device)
+        batch, logits = frame.batch, self._logits[: tier.nodes]
+        asked = () if parts.drafter is None else parts.drafter.taps
+
+        def forward() -> None:
+            plan = parts.attention.plan(batch, table)
+            out = parts.model.forward(batch, parts.layers, plan, asked)
+            logits.copy_(out.logits[:, : parts.vocabulary])
+            if out.taps is not None:
+                self._room(out.taps)[: tier.nodes].copy_(out.taps)
+
+        def judge() -> None:
+            ops = parts.operations
+            chosen = ops.draw(logits, frame.temperature, frame.seeds, frame.drawn)
+            verdict = ops.walk(batch, chosen, frame.depth)
+            ops.settle(batch, verdict, frame.next_slots, table, frame.replayed)
+            _keep(frame, verdict)
+
+        if asked:
+            forward()  # makes room for the taps, whose width only the model knows
+        return _Recorded(frame, self._capture.record(forward), self._capture.record(judge))
+
+    def _room(self, taps: Tensor) -> Tensor:
+        """Where features of taps stay; made with the first, largest tier."""
+        if self._taps is None:
+            self._taps = torch.zeros_like(taps)
+        return self._taps
+
+    # ---- a step
+
+    def forward(
+        self, twigs: Sequence[Twig], next_slots: Sequence[int], replays: Sequence[int],
+        states: Sequence[RowSampling],
+    ) -> Launched | None:  # fmt: skip
+        """Start a step's forward; None if it fits no tier."""
+        rows, nodes = len(twigs), sum(len(twig.slots) for twig in twigs)
+        tier = pick(self._tiers, rows, nodes)
+        recorded = None if tier is None else self._recorded.get(tier)
+        if recorded is None:
+            return None
+        frame = recorded.frame
+        batch = frame.fill(twigs, next_slots, replays, states)
+        if batch is None:
+            return None
+        recorded.forward()
+        taps = None if self._taps is None else self._taps[: len(batch)]
+        return Launched(frame, batch, self._logits[: len(batch.logits_at)], taps)
+
+    def judge(
+        self, launched: Launched, states: Sequence[RowSampling], depth: int
+    ) -> Verdict | None:
+        """The step's verdict, the table settled; None if its choices depend on too much."""
+        frame = launched.frame
+        if depth > frame.depth or not plainly_drawn(states):
+            return None
+        self._recorded[frame.tier].judge()
+        told = frame.told[: launched.batch.rows]
+        return Verdict(told[:, 3 : 3 + depth], told[:, 1], told[:, 2], told[:, 0])
+
+    def draft(
+        self, launched: Launched, verdict: Verdict, judged: bool, rows: Sequence[DraftRow],
+        twigs: Sequence[Twig], plan: Plan, depth: int,
+    ) -> Trees | None:  # fmt: skip
+        """The drafter's trees by a graph; None if there is none for this shape yet, or can't be."""
+        frame = launched.frame
+        self._wanted = None
+        drafter = self._parts.drafter
+        if drafter is None or not plan.nodes or depth > frame.depth:
+            return None
+        if any(len(row.known) for row in rows):
+            return None
+        key = frame.tier, Shape(width_for(depth, frame.depth), plan)
+        graph = self._drafts.get(key)
+        if graph is None:
+            self._asked[key] += 1
+            if self._asked[key] > 1 and len(self._drafts) < DRAFTS:
+                self._wanted = key
+            return None
+        if not judged:
+            _keep(frame, verdict)
+        return graph.run(rows, twigs)
+
+    @torch.inference_mode()
+    def between(self) -> None:
+        """To be called when a step's results were read: records the draft graph it had to do
+        without."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return
+        tier, shape = wanted
+        drafter = self._parts.drafter
+        assert drafter is not None
+        frame = self._recorded[tier].frame
+        frame.idle()
+        scratch = scratch_slots(drafter, shape.plan)
+        try:
+            self._drafts[wanted] = DraftGraph(
+                frame, shape, scratch, drafter, self._taps, self._capture
+            )
+        except RuntimeError:
+            log.exception("drafting by %s can't be recorded and runs without a graph", shape.plan)
+            self._asked[wanted] = -(1 << 30)
+
+
+def _keep(frame: Frame, verdict: Verdict) -> None:
+    """Leave a verdict where draft graphs look for it."""
+    told = frame.told[: verdict.path.shape[0]]
+    told[:, 0] = verdict.bonus
+    told[:, 1] = verdict.accepted
+    told[:, 2] = verdict.leaf
+    width = verdict.path.shape[1]
+    told[:, 3 : 3 + width] = verdict.path
+    if width < frame.depth:
+        told[:, 3 + width :] = -1
