@@ -20,7 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spec_serve.kernels import attention_programs, draw_programs, fused_programs
+from spec_serve.kernels import (
+    attention_programs,
+    draw_programs,
+    fused_programs,
+    quantised_linear_programs,
+)
 
 # Types of parameters by name; what is in none of them is a 32-bit integer.
 NAMES = {
@@ -31,7 +36,7 @@ NAMES = {
     "*fp32": "part stats tops values temperature",
     "*fp64": "top_p min_p",
     "": "q k v out x residual weight added qkv cos sin q_weight k_weight k_pool v_pool gate_up "
-    "logits",
+    "logits bias",
     "fp32": "scale softcap eps",
 }
 # Such parameters are multiples of 16 in real launches, which Triton finds out by itself there.
@@ -77,6 +82,24 @@ def variants(dtype: str, capability: int) -> Iterator[Variant]:
         yield Variant(d.best_of_block, held, {"tokens": "*i32"})
     yield Variant(d.best_of_row, {"BLOCKS": 128}, {"tokens": "*i32", "out": "*i64"}, 1)
     yield Variant(d.draw_filtered, {"BLOCK": 512}, {"out": "*i64"}, 8)
+    if dtype != "fp32":  # a float32 model holds plain weights
+        yield from quantised()
+
+
+def quantised() -> Iterator[Variant]:
+    """Products with codes: of four bits in groups, of eight by output, fp8 in blocks."""
+    p = quantised_linear_programs
+    types = {"codes": "*u8", "zero": "*u8", "order": "*i64", "scale": "*fp16"}
+    for kind, tiles, ordered in (("int4", 1, True), ("int4", 4, False), ("int8", 2, False),
+                                 ("fp8", 4, False)):  # fmt: skip
+        form = {"KIND": kind, "OFFSET": 8, "ZEROS": kind == "int4", "ORDERED": ordered}
+        form |= {"PIECE": 128, "WIDTH": 64}
+        run = {"GROUPED": kind != "int8", "BIASED": ordered, "PAD": False, "TILES": tiles}
+        run |= {"SPLITS": 1 + tiles // 4, "PRECISION": "tf32", "WIDEN": False}
+        yield Variant(p.multiply, form | run, types)
+        if tiles == 4:
+            yield Variant(p.expand, form, types)
+    yield Variant(p.add_splits, {"SPLITS": 4, "BIASED": True, "BLOCK": 256}, {}, 2)
 
 
 def type_of(name: str, dtype: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_serve.target.families import FAMILIES, Family
+from spec_serve.target.quantised_config import SchemeError, read_scheme
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "freqs")
@@ -96,12 +97,10 @@ class ModelConfig:
                 text.setdefault("tie_word_embeddings", raw["tie_word_embeddings"])
             raw = text
         family = find_family(raw)
-        if raw.get("quantization_config"):
-            method = dict(raw["quantization_config"]).get("quant_method", "unnamed")
-            raise ConfigError(
-                f"quantization_config: {method!r} is not supported; "
-                "use float32, bfloat16 or float16 weights, or a GGUF file"
-            )
+        try:
+            read_scheme(raw)
+        except SchemeError as error:
+            raise ConfigError(str(error)) from error
         if raw.get("use_bidirectional_attention"):
             raise ConfigError("use_bidirectional_attention: only causal attention is supported")
         for kind in raw.get("layer_types") or ():

@@ -31,6 +31,7 @@ PLAIN = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 """Types without blocks; ggml and safetensors call them alike."""
 

@@ -20,7 +20,8 @@ from spec_serve.cache.pool import KVSpec, LayerKV
 from spec_serve.kernels.base import AttentionPlan
 from spec_serve.target.config import ConfigError, ModelConfig
 from spec_serve.target.layers import MLP, Attention, Block, Linear, RMSNorm, activation
-from spec_serve.target.operations import Operations, TorchOperations
+from spec_serve.target.operations import Operations, TorchOperations, fits_triton
+from spec_serve.target.quantised_checkpoint import QuantisedCheckpoint
 from spec_serve.target.rope import Rotary
 
 PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
@@ -166,7 +167,12 @@ class _Reader:
     """Reads a checkpoint's tensors under names and shapes that were checked beforehand."""
 
     def __init__(
-        self, weights: Weights, prefix: str, dtype: torch.dtype, device: torch.device
+        self,
+        weights: Weights,
+        prefix: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep: bool,
     ) -> None:
         self._weights = weights
         self._dtype = dtype
@@ -174,13 +180,14 @@ class _Reader:
         self._progress: Progress | None = None
         self._total = self._done = 0
         self.prefix = prefix
+        self.keep = keep
 
     def report_to(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total = progress, total
 
     def tensor(self, name: str) -> Tensor:
         held = self._weights.tensor(name, self._dtype).to(self._device)
-        self._count(held)
+        self._count(held.numel())
         return held
 
     def stacked(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> Tensor:
@@ -188,11 +195,23 @@ class _Reader:
         out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self._device)
         for name, part in zip(names, out.split_with_sizes(list(sizes)), strict=True):
             part.copy_(self._weights.tensor(name, self._dtype))
-            self._count(part)
+            self._count(part.numel())
         return out
 
-    def _count(self, held: Tensor) -> None:
-        self._done += held.numel()
+    def quantised(self, names: Sequence[str], bias: Tensor | None) -> Linear | None:
+        """Matrices one below the other as the checkpoint has them; None if they are to be plain."""
+        if not self.keep or not isinstance(self._weights, QuantisedCheckpoint):
+            return None
+        from spec_serve.target.linears import quantised_linear  # needs Triton
+
+        parts = [self._weights.codes(name, self._device) for name in names]
+        made = quantised_linear(parts, bias, self._dtype)
+        if made is not None:
+            self._count(made.outputs * made.inputs)
+        return made
+
+    def _count(self, elements: int) -> None:
+        self._done += elements
         if self._progress is not None:
             self._progress(self._done, self._total)
 
@@ -274,9 +293,14 @@ def _read_block(config: ModelConfig, reader: _Reader, i: int) -> Block:
         return RMSNorm(weight, config.eps, config.zero_centred)
 
     def linear(names: Sequence[str], sizes: Sequence[int], inputs: int, bias: bool) -> Linear:
-        weight = reader.stacked([f"{layer}{name}.weight" for name in names], sizes, inputs)
+        weights = [f"{layer}{name}.weight" for name in names]
         biases = [f"{layer}{name}.bias" for name in names]
-        return Linear(weight, reader.stacked(biases, sizes) if bias else None)
+        offset = reader.stacked(biases, sizes) if bias else None
+        held = reader.quantised(weights, offset)
+        if held is not None:
+            return held
+        weight = reader.stacked(weights, sizes, inputs)
+        return Linear(weight, offset)
 
     attention = Attention(
         qkv=linear(
@@ -319,8 +343,12 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    keep: bool | None = None,
 ) -> Transformer:
     """Build the model a checkpoint describes.
+
+    keep: hold quantised matrices as they are, for Triton's kernels; None = on NVIDIA GPUs in half
+    precision. Elsewhere they are multiplied out as they are read.
 
     All names and shapes are checked before a tensor is read; ConfigError names the one at fault.
     Tensors the model does not use (rotary buffers, vision towers) are left unread.
@@ -329,13 +357,17 @@ def load_model(
     device = torch.device(device)
     found = layout(checkpoint, config)
     head_name = found.head
-    reader = _Reader(checkpoint, found.prefix, dtype, device)
+    if keep is None:
+        keep = fits_triton(device) and dtype != torch.float32
+    reader = _Reader(checkpoint, found.prefix, dtype, device, keep)
     reader.report_to(progress, sum(torch.Size(shape).numel() for shape in found.shapes.values()))
     with torch.inference_mode():
         # The largest tensor first: what making the head takes in passing is free again by the time
         # the blocks come.
         embedding = reader.tensor(reader.prefix + "embed_tokens.weight")
-        head = Linear(embedding if head_name is None else reader.tensor(head_name))
+        head = None if head_name is None else reader.quantised([head_name], None)
+        if head is None:
+            head = Linear(embedding if head_name is None else reader.tensor(head_name))
         if head_name is None and dtype == torch.float32:
             embedding = _narrowed(embedding)
         norm = RMSNorm(

@@ -22,6 +22,7 @@ from torch import Tensor
 from spec_serve.target.dequant import PLAIN, block_of, decode
 from spec_serve.target.gguf import CheckpointError, TensorInfo, read_metadata
 from spec_serve.target.gguf_model import Stored, translate
+from spec_serve.target.quantised_config import SchemeError, read_scheme
 from spec_serve.target.safetensors import read_header
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
@@ -235,7 +236,26 @@ def _open_directory(path: Path) -> Checkpoint:
             if name in entries:
                 raise CheckpointError(f"{path / shard}: {name!r} is in another file as well")
             entries[name] = _Entry(file, Stored(infos[name]))
-    return _Opened(path, config, _read_json(generation) if generation.is_file() else {}, entries)
+    opened = _Opened(path, config, _read_json(generation) if generation.is_file() else {}, entries)
+    return _quantised(opened)
+
+
+def _quantised(opened: Checkpoint) -> Checkpoint:
+    """The checkpoint as a model wants to see it; target/config.py refuses unknown schemes."""
+    from spec_serve.target.quantised_checkpoint import QuantisedCheckpoint
+
+    try:
+        scheme = read_scheme(opened.config)
+    except SchemeError:
+        return opened
+    if scheme is not None:
+        return QuantisedCheckpoint(opened, scheme)
+    for name in opened.names():
+        if opened.kind(name) == "F8_E4M3":
+            raise CheckpointError(
+                f"{opened.path}: {name!r} is F8_E4M3, but config.json has no quantization_config"
+            )
+    return opened
 
 
 def _shards(path: Path, found: list[Path]) -> dict[str, list[str] | None] | None:

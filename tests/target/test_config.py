@@ -186,7 +186,7 @@ def test_rotation_turns_pairs_and_keeps_lengths() -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ({"hidden_act": "relu2"}, "hidden_act: 'relu2'.*gelu_pytorch_tanh"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: 'awq'"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "quant_method: 'exl3'.*awq, gptq"),
         ({"hidden_size": None}, "hidden_size: missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0"),
         ({"vocab_size": "300"}, "vocab_size: '300'"),

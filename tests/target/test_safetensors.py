@@ -37,7 +37,7 @@ def entry(dtype: Any = "F32", shape: Any = (2,), span: Any = (0, 8)) -> dict[str
         (container([]), "not a JSON object"),
         (container(b'{"a": 1, "a": 2}'), "a name occurs twice"),
         (container({"a": 3}), "'a': its entry is not an object"),
-        (container({"a": entry("F8_E4M3")}), "'F8_E4M3' is not supported; supported: F64, F32"),
+        (container({"a": entry("F8_E5M2")}), "'F8_E5M2' is not supported; supported: F64, F32"),
         (container({"a": entry(["F32"])}), "is not supported"),
         (container({"a": entry(shape=(-2,))}), "is malformed"),
         (container({"a": entry(shape=(True, 2))}), "is malformed"),

@@ -1,0 +1,221 @@
+"""Layouts of quantised matrices in files, turned into the one form kernels know, and into ggml's.
+
+Every function takes tensors as they are stored and returns `Codes` (kernels/quantised.py): AWQ's
+and GPTQ's words of 32 bits, those of compressed-tensors, bytes with their scales. Nothing is
+rounded. `ggml` says which of ggml's types holds a matrix as it is. Knows no files and no names.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spec_serve.kernels.quantised import Codes, pack, piece_of
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The half byte of a word in which AWQ keeps the first, second, ... of eight outputs."""
+
+_BLOCK = 32  # weights of a ggml block
+_CLOSE = 2.0**-11
+"""What a scale may lose by becoming a float16: half of its last bit."""
+
+
+class LayoutError(ValueError):
+    """Tensors that don't fit each other; the message says which and how."""
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """[R, n] int32 -> [R, 8 n] uint8: each word's half bytes, the lowest first."""
+    data = words.contiguous().view(torch.uint8)
+    return torch.stack((data & 15, data >> 4), -1).flatten(1)
+
+
+def bytes_of(words: Tensor) -> Tensor:
+    """[R, n] int32 -> [R, 4 n] uint8, the lowest byte first."""
+    return words.contiguous().view(torch.uint8)
+
+
+def codes_of(words: Tensor, bits: int) -> Tensor:
+    """[R, n] int32 -> [R, n * 32 / bits] uint8."""
+    return nibbles(words) if bits == 4 else bytes_of(words)
+
+
+def awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None) -> Codes:
+    """AWQ's GEMM layout.
+
+    qweight: [in, out / 8] int32. scales: [groups, out]. qzeros: [groups, out / 8] int32.
+    """
+
+    def ordered(words: Tensor) -> Tensor:
+        found = nibbles(words).view(len(words), -1, 8)
+        return found[:, :, list(_AWQ_PLACES)].flatten(1)
+
+    codes = ordered(qweight)  # [in, out]
+    zero = None if qzeros is None else ordered(qzeros)
+    return _integers(codes.T, scales.T, None if zero is None else zero.T, 4, None)
+
+
+def gptq(
+    qweight: Tensor, scales: Tensor, qzeros: Tensor, g_idx: Tensor | None, less_one: bool
+) -> Codes:
+    """GPTQ's layout, of four or eight bits.
+
+    qweight: [in * bits / 32, out] int32. scales: [groups, out]. qzeros: [groups, out * bits / 32]
+    int32. g_idx: [in], the group of each input. less_one: zeros are stored less one.
+    """
+    outputs = scales.shape[1]
+    bits = qzeros.shape[1] * 32 // max(outputs, 1)
+    if bits not in (4, 8) or qzeros.shape[1] * 32 != bits * outputs:
+        raise LayoutError(f"qzeros: {list(qzeros.shape)} does not fit scales {list(scales.shape)}")
+    zero = codes_of(qzeros, bits)
+    if less_one:
+        zero = (zero + 1) & (2**bits - 1)
+    return _integers(codes_of(qweight.T, bits), scales.T, zero.T, bits, g_idx)
+
+
+def packed(
+    words: Tensor, shape: tuple[int, int], scale: Tensor, zero: Tensor | None, g_idx: Tensor | None
+) -> Codes:
+    """compressed-tensors' pack-quantized, of four or eight bits.
+
+    words: [out, in * bits / 32] int32, of codes with the sign taken off. shape: (out, in). scale:
+    [out, groups], [out, 1] or one. zero: int32, packed along the outputs, or int8 as it is.
+    """
+    outputs, inputs = shape
+    bits = next((b for b in (4, 8) if -(-inputs * b // 32) == words.shape[1]), 0)
+    if not bits or words.shape[0] != outputs:
+        raise LayoutError(
+            f"weight_packed: {list(words.shape)} does not fit weight_shape {list(shape)} "
+            "with 4 or 8 bits"
+        )
+    scale, _ = per_group(scale, outputs, inputs, None)
+    if zero is not None and zero.dtype == torch.int32:
+        zero = codes_of(zero.T, bits)[:, :outputs].T
+    elif zero is not None:
+        zero, _ = per_group(zero, outputs, inputs, None)
+        zero = (zero.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+    return _integers(codes_of(words, bits)[:, :inputs], scale, zero, bits, g_idx)
+
+
+def plain_bytes(
+    weight: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, int] | None
+) -> Codes:
+    """A byte to a weight: int8, or float8 e4m3, beside its scales (see `per_group`).
+
+    zero: of the scale's shape, int8.
+    """
+    outputs, inputs = weight.shape
+    scale, group = per_group(scale, outputs, inputs, block)
+    codes = weight.contiguous().view(torch.uint8)
+    if weight.dtype == torch.float8_e4m3fn:
+        return Codes("fp8", codes, scale.contiguous(), group, inputs)
+    if zero is not None:
+        zero, _ = per_group(zero, outputs, inputs, block)
+        zero = zero.contiguous().view(torch.uint8) ^ 128
+    return _made(codes ^ 128, scale, zero, 8, group, None)
+
+
+def per_group(
+    scale: Tensor, outputs: int, inputs: int, block: tuple[int, int] | None
+) -> tuple[Tensor, int]:
+    """Scales as [out, groups], and the inputs to each.
+
+    scale: one; one per output; [out, groups]; or one per `block` of the matrix.
+    """
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(outputs, 1), inputs
+    if scale.ndim == 1:
+        scale = scale[:, None]
+    if block is not None and scale.ndim == 2:
+        rows, columns = block
+        if scale.shape == (-(-outputs // rows), -(-inputs // columns)):
+            return scale.repeat_interleave(rows, 0)[:outputs], min(columns, inputs)
+    if scale.ndim == 2 and scale.shape[0] == outputs and inputs % scale.shape[1] == 0:
+        return scale, inputs // scale.shape[1]
+    raise LayoutError(f"scales {list(scale.shape)} do not fit a matrix [{outputs}, {inputs}]")
+
+
+def _integers(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, g_idx: Tensor | None
+) -> Codes:
+    """codes [out, in], scale and zero [out, groups]; g_idx [in] or None."""
+    outputs, inputs = codes.shape
+    groups = scale.shape[1]
+    if scale.shape[0] != outputs or inputs < groups:
+        raise LayoutError(f"scales {list(scale.shape)} do not fit a matrix [{outputs}, {inputs}]")
+    if zero is not None and zero.shape != scale.shape:
+        raise LayoutError(f"zeros {list(zero.shape)} do not fit scales {list(scale.shape)}")
+    group = _length(inputs, groups)
+    order = None
+    if g_idx is not None:
+        if g_idx.shape != (inputs,) or int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+            raise LayoutError(f"g_idx: does not name one of {groups} groups for {inputs} inputs")
+        straight = torch.arange(inputs, device=g_idx.device) // group
+        if not torch.equal(g_idx.to(torch.int64), straight):
+            order = torch.argsort(g_idx, stable=True)
+            if not torch.equal(g_idx[order].to(torch.int64), straight):
+                raise LayoutError("g_idx: groups of different sizes")
+            codes = codes[:, order]
+    return _made(codes, scale, zero, bits, group, order)
+
+
+def _length(inputs: int, groups: int) -> int:
+    """Inputs to a group, the last of which may be cut short: a multiple of eight as tools write."""
+    group = -(-inputs // groups)
+    return group if inputs % groups == 0 else -(-group // 8) * 8
+
+
+def _made(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, order: Tensor | None
+) -> Codes:
+    inputs = codes.shape[1]
+    offset = 1 << (bits - 1)
+    if zero is not None and bool((zero == offset).all()):
+        zero = None  # symmetric, as most files are that spell their zeros out
+    piece = piece_of(group, inputs)
+    kind = "int4" if bits == 4 and piece >= _BLOCK and inputs % piece == 0 else "int8"
+    codes = pack(codes.contiguous(), piece) if kind == "int4" else codes.contiguous()
+    zero = None if zero is None else zero.contiguous()
+    return Codes(kind, codes, scale.contiguous(), group, inputs, zero, offset, order)
+
+
+def ggml_type(codes: Codes) -> str:
+    """ggml's type that holds a matrix as it is, but for scales of more bits than float16's; "" if
+    there is none."""
+    whole = codes.inputs % _BLOCK == 0 and (
+        codes.group % _BLOCK == 0 or codes.group >= codes.inputs
+    )
+    scale = codes.scale.float()
+    halves = scale.half().float()
+    if codes.order is not None or not whole or codes.kind == "fp8":
+        return ""
+    if not bool(((halves - scale).abs() <= _CLOSE * scale.abs()).all()):
+        return ""
+    if codes.kind == "int4":
+        return "Q4_0" if codes.zero is None else "Q5_0"
+    return "Q8_0" if codes.zero is None and codes.offset == 128 else ""
+
+
+def ggml_bytes(codes: Codes) -> Tensor:
+    """The bytes of a matrix as `ggml_type` says, row by row of blocks. # [bytes] uint8
+
+    A zero point takes a fifth bit: code - zero lies between -15 and 15.
+    """
+    kind = ggml_type(codes)
+    assert kind, "no type of ggml's holds this matrix"
+    outputs = codes.outputs
+    spread = codes.scale.half().repeat_interleave(min(codes.group, codes.inputs) // _BLOCK, 1)
+    count = codes.inputs // _BLOCK
+    scale = spread[:, :count].contiguous().view(torch.uint8).view(outputs, count, 2)
+    values = codes.whole_numbers().view(outputs, count, _BLOCK)
+    if kind == "Q8_0":
+        whole = values.to(torch.int8).view(torch.uint8)
+        return torch.cat((scale, whole), 2).flatten()
+    q = (values + (8 if kind == "Q4_0" else 16)).to(torch.uint8)
+    low = pack((q & 15).flatten(1), _BLOCK).view(outputs, count, _BLOCK // 2)
+    if kind == "Q4_0":
+        return torch.cat((scale, low), 2).flatten()
+    bits = (q >> 4).view(outputs, count, 4, 8) << torch.arange(8, dtype=torch.uint8)
+    return torch.cat((scale, bits.sum(3).to(torch.uint8), low), 2).flatten()
+
+

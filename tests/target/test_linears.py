@@ -1,0 +1,30 @@
+"""Whole models over matrices held as codes, by Triton's programs, against the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_serve.target.linears import QuantisedLinear
+from spec_serve.target.model import load_model
+from spec_serve.target.weights import open_checkpoint
+from tests.kernels import interpreted
+from tests.quantised_files import FLOATS, FORMATS, Floats, Format, write
+from tests.target.test_native import TOKENS, Run
+
+assert interpreted.DEVICE  # importing it skips this file where there is no Triton
+
+
+@pytest.mark.parametrize("form", (FORMATS[0], FORMATS[3], FLOATS[3]), ids=lambda form: form.name)
+def test_a_model_runs_on_codes(tmp_path: Path, form: Format | Floats) -> None:
+    plain = write(tmp_path, form)
+    model = load_model(open_checkpoint(tmp_path), keep=True)
+    attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
+    for held in (attention.qkv, attention.out, mlp.gate_up, mlp.down):  # type: ignore[attr-defined]
+        assert isinstance(held, QuantisedLinear)
+        assert held.nbytes < 2.2 * held.inputs * held.outputs  # float32 scales of small groups
+    wanted, _ = Run(load_model(plain)).prompt(TOKENS[:5])
+    found, _ = Run(model).prompt(TOKENS[:5])
+    assert torch.allclose(found, wanted, atol=2e-4)
