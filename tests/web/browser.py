@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ _START = (
     f"tests.__path__ = [{str(ROOT / 'tests')!r}]; sys.modules['tests'] = tests; "
     "from tests.web.page_server import main; sys.exit(main())"
 )
-WAIT_MS = 30_000  # a bound for a crowded machine, not a measure
+WAIT_MS = 60_000  # a bound for a crowded machine, not a measure
 expect.set_options(timeout=WAIT_MS)
 
 
@@ -67,11 +68,16 @@ class PageServer:
 @contextmanager
 def page_server(engine: dict[str, Any] | None = None, **settings: Any) -> Iterator[PageServer]:
     server = PageServer(engine or {}, settings)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
+    with socket.socket() as held:
+        # Bound here too and never listened on: while the server is down nobody gets its port.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        server.port = held.getsockname()[1]
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
 
 
 @contextmanager
@@ -79,6 +85,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(
             executable_path=CHROMIUM,
+            timeout=2 * WAIT_MS,
             args=[
                 "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP page.test 127.0.0.1",
             ],

@@ -57,7 +57,8 @@ def test_text_streams_and_guesses_show(patient: Reader) -> None:
           }).observe(document.querySelector("#log"), { childList: true, subtree: true });
         }"""
     )
-    say(page, "A sentence that takes a while to come out, so that it can be watched at its work.")
+    # Long enough for a browser that is short of time to draw it more than once or twice.
+    say(page, "A sentence that takes a while to come out, so that it can be watched at work. " * 3)
     expect(page.locator("#tree svg")).to_have_attribute("aria-label", re.compile("guessed"))
     expect(page.locator("#tree .node.taken.slot-1").first).to_be_attached()
     expect(page.locator("#tree .node.left").first).to_be_attached()
@@ -72,7 +73,7 @@ def test_text_streams_and_guesses_show(patient: Reader) -> None:
         ".map((r) => r.startContainer.data.slice(r.startOffset, r.endOffset)).join(''))"
     )
     # Of four tokens one came from the first source, two from the second, and one is the model's.
-    assert [len(text) for text in colours] == pytest.approx([21, 35], abs=8)
+    assert [len(text) for text in colours] == pytest.approx([60, 100], abs=24)
     expect(page.locator("#strip [data-key='per-step'] dd")).to_have_text(re.compile("^3.9|^4.0"))
 
 
@@ -164,6 +165,7 @@ def test_a_reload_in_the_middle_goes_on(patient: Reader) -> None:
     page = patient.open()
     say(page, "long 160")
     expect(answers(page)).to_contain_text("quick brown")
+    stored(page)  # comes after what the page is storing: whom to ask for the rest
     page.reload()
     done(page)
     text = stored(page)[1]

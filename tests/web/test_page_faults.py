@@ -36,9 +36,18 @@ def test_a_dropped_socket_is_taken_up_again(patient: Reader) -> None:
     say(page, "long 300")
     expect(answers(page)).to_contain_text("quick brown")
     ours, theirs = sockets[0]
+    page.evaluate(
+        """() => {
+          const said = document.querySelector("#connection");
+          window.told = [];
+          new MutationObserver(() => told.push(said.textContent)).observe(said, { childList: true });
+        }"""
+    )
     theirs.close(code=4001)
     ours.close(code=4001)
-    expect(page.locator("#connection")).not_to_be_empty()
+    while not any(page.evaluate("told")):
+        page.wait_for_timeout(50)
+    expect(page.locator("#connection")).to_be_empty()
     done(page)
     assert len(sockets) == 2
     assert [row[2:] for row in stored(page)] == [
@@ -161,6 +170,7 @@ def test_a_closed_tabs_answer_is_taken_over(patient: Reader) -> None:
     say(one, "long 5000")
     expect(answers(one)).to_contain_text("quick brown")
     two.locator(".chat-name").click()
+    stored(one)  # comes after what that page is storing: whom to ask for the rest
     one.close()
     two.evaluate(EXPIRE)  # instead of waiting for the lease to run out
     expect(two.locator("#stop")).to_be_visible()
@@ -176,6 +186,7 @@ def test_a_tab_whose_lease_ran_out_gives_way(patient: Reader) -> None:
     expect(answers(one)).to_contain_text("quick brown")
     two.locator(".chat-name").click()
     expect(two.locator("#input")).to_have_attribute("placeholder", re.compile("another tab"))
+    stored(one)
     two.evaluate(TAKE)
     # Now the other way round: the first only looks on, and the answer goes on undisturbed.
     expect(two.locator("#stop")).to_be_visible()
@@ -318,7 +329,8 @@ def test_an_answer_of_20000_tokens_draws_only_its_end(reader: Reader) -> None:
     expect(page.locator("#input")).to_have_value("still here")
     assert stored(page)[1][4] == long_text(20000)
     pieces = len(long_text(20000).split("\n\n"))
-    assert 20 < answers(page).locator(".piece").count() <= pieces + 1
+    # What was ready by the time of a drawing is one piece: fewer where drawings are few.
+    assert 1 < answers(page).locator(".piece").count() <= pieces + 1
     # 400 steps and `pieces` pieces, not 400 times all pieces.
     assert page.evaluate("work.added") < 400 * 6 + 4 * pieces
     assert page.evaluate("[...CSS.highlights.values()].reduce((n, h) => n + h.size, 0)") < 4000
