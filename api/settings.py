@@ -143,6 +143,11 @@ SETTINGS: tuple[Setting, ...] = (
         "attention", KERNELS, "text", "auto", "attention: auto, torch, triton or flashinfer", "NAME"
     ),
     Setting(
+        "cuda-graphs", KERNELS, "text", "auto",
+        "record steps as graphs at start, where the GPU and attention allow it",
+        choices=("auto", "off"),
+    ),
+    Setting(
         "activations", KERNELS, "text", "16",
         "bits of activations in compiled CPU kernels: 8 is quicker and less exact",
         choices=("16", "8"),

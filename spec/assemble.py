@@ -5,6 +5,7 @@ Where the parts come from (names, files, downloads) is spec/load.py's business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from spec_serve.cache.blocks import BlockLog
@@ -23,14 +24,16 @@ from spec_serve.spec.constraint import SOURCE
 from spec_serve.spec.draft_cost import drafter_points
 from spec_serve.spec.engine import Engine
 from spec_serve.spec.grammar import Spelling
-from spec_serve.spec.host_step import HostDevice
 from spec_serve.spec.request import Mode
 from spec_serve.spec.row import Row
+from spec_serve.spec.runner import Sizes, graphs_fit, runner_for, workspace
 from spec_serve.spec.scheduler import Scheduler
 from spec_serve.spec.sizing import measure, pick_threads, size_store
 from spec_serve.spec.step import TorchDevice
 from spec_serve.target.model import Model
 from spec_serve.target.native import NativeTransformer
+
+Progress = Callable[[float], None]
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 BUSY_CHUNK = 128
@@ -46,6 +49,7 @@ class EngineOptions:
     for any request, and no look-up or draft is kept. quantize: how plain weights are held by the
     compiled model on a CPU; activations: bits it rounds activations to, 16 or 8. draft_taps: the
     target's boundaries a head reads ("2,15,27"), where its own configuration is not to be followed.
+    cuda_graphs: auto = steps are recorded at start where they can be, off = never.
     """
 
     target: str
@@ -64,6 +68,11 @@ class EngineOptions:
     quantize: str = "none"
     activations: str = "16"
     draft_taps: str = ""
+    cuda_graphs: str = "auto"
+
+
+def _unseen(share: float) -> None:
+    return None
 
 
 def assemble(
@@ -78,38 +87,40 @@ def assemble(
     limits: Limits | None = None,
     spelling: Spelling | None = None,
     draft_told: str = "",
+    progress: Progress = _unseen,
 ) -> Engine:
     """An engine around a loaded target.
 
     vocab_size: leading ids that mean something (0 = all of the head's rows); the rows behind them
     are padding, never emitted and refused in requests. cost: a known cost curve; None = measure
     it now. spelling: the tokenizer constraints are compiled for; None = they are refused.
-    draft_told: what its rehearsal found out about the drafter.
+    draft_told: what its rehearsal found out about the drafter. progress: told the share of graphs
+    recorded, on a GPU.
     """
     device = target.device
     if attention is None:
         attention = attention_for(target, options.attention)
     specs = (*target.kv_specs, *(drafter.kv_specs if drafter is not None else ()))
-    context = target.config.max_context
-    if options.max_context:
-        if options.max_context > context:
-            raise ValueError(f"max-context: {options.max_context} exceeds the model's {context}")
-        context = options.max_context
+    context = _context(target, options)
+    sizes = Sizes(
+        options.max_rows, options.max_nodes, options.step_tokens, options.cuda_graphs == "auto"
+    )
+    kept = 0
+    if device.type == "cuda":
+        kept = workspace(target.config, sizes, sizes.graphs and graphs_fit(device, attention))
     slots = options.kv_tokens or size_store(
-        specs, device, options.kv_fraction, options.max_rows * context
+        specs, device, options.kv_fraction, options.max_rows * context, kept
     )
     pool = KVPool(specs, slots, options.max_rows, context, device)
     store = KVStore(slots, options.max_rows, pool)
     if options.block_events:
         store.tree.log = BlockLog(options.block_events)
     vocabulary = min(vocab_size or target.config.vocab, target.config.vocab)
-    step = HostDevice if device.type == "cpu" else TorchDevice
-    runner = step(target, pool, attention, drafter, vocabulary)
-    sizes = [n for n in SIZES if n == 1 or n < min(slots, context)]
+    runner = runner_for(target, pool, attention, drafter, vocabulary, sizes, progress)
     timed = cost is None
     if cost is None:
         pick_threads(runner)
-        cost = measure(runner, sizes)
+        cost = measure(runner, [n for n in SIZES if n == 1 or n < min(slots, context)])
     draft_cost = None
     if drafter is not None:
         draft_cost = _draft_cost(drafter, pool, target, attention, cost, timed)
@@ -161,6 +172,14 @@ def attention_for(model: Model, name: str = "auto") -> AttentionBackend:
             raise ValueError(f"attention: a compiled model has its own, not {name!r}")
         return NativeAttention()
     return pick_backend(model.device, name)
+
+
+def _context(target: Model, options: EngineOptions) -> int:
+    """Tokens a row may hold."""
+    most = target.config.max_context
+    if options.max_context > most:
+        raise ValueError(f"max-context: {options.max_context} exceeds the model's {most}")
+    return options.max_context or most
 
 
 def _mode(options: EngineOptions, drafts: bool) -> Mode:

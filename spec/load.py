@@ -52,6 +52,8 @@ def check_options(options: EngineOptions) -> None:
         raise ValueError(f"speculation: must be auto, off or max, got {options.speculation!r}")
     if options.activations not in ("16", "8"):
         raise ValueError(f"activations: must be 16 or 8, got {options.activations!r}")
+    if options.cuda_graphs not in ("auto", "off"):
+        raise ValueError(f"cuda-graphs: must be auto or off, got {options.cuda_graphs!r}")
     parse_taps(options.draft_taps)
     if options.quantize not in QUANTISATIONS:
         known = ", ".join(QUANTISATIONS)
@@ -129,6 +131,7 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
         vocab_size=real_vocabulary(tokenizer),
         spelling=tokenizer,
         draft_told=told,
+        progress=lambda share: progress("recording graphs", share),
     )
     progress("ready", 1.0)
     return engine, tokenizer

@@ -108,8 +108,11 @@ def pick_threads(device: TorchDevice) -> int:
     return torch.get_num_threads()
 
 
-def size_store(specs: tuple[KVSpec, ...], device: torch.device, share: float, most: int) -> int:
-    """Slots that fit into `share` of the free memory, at most `most`."""
+def size_store(
+    specs: tuple[KVSpec, ...], device: torch.device, share: float, most: int, kept: int = 0
+) -> int:
+    """Slots that fit into `share` of the memory that is free and not among the `kept` bytes, which
+    steps will need; at most `most`."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
@@ -121,7 +124,7 @@ def size_store(specs: tuple[KVSpec, ...], device: torch.device, share: float, mo
                         free = int(line.split()[1]) * 1024
         except OSError:
             pass
-    room = int(max(free - HELD_BACK, 0) * share)
+    room = int(max(free - HELD_BACK - kept, 0) * share)
     slots = min(room // max(bytes_per_slot(specs), 1), most)
     if slots < min(64, most):
         raise ValueError(
