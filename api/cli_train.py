@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from spec_serve.target.tokenizer import Tokenizer
 
 STAGES = ("answers", "capture", "train", "export")
-DRAFT_VOCAB = 8192
+DRAFT_VOCAB, PAIRS = 8192, 2_000_000
+FADES = {"eagle3": (3, 0.8), "block": (7, 0.87)}
+"""By kind: steps or places by default, and what each weighs against the one before."""
 Update = Callable[[float, str], None]  # (share done, what to say)
 
 
@@ -36,7 +38,7 @@ def parser() -> Parser:
     """The flags of `train`."""
     made = Parser(
         "spec-serve train",
-        "Train an EAGLE-3 head for a target: the target answers prompts, its hidden states are\n"
+        "Train a drafting head for a target: the target answers prompts, its hidden states are\n"
         "captured, the head is trained on them and exported. Interrupt it and run it again: it\n"
         "goes on. The prompts are a file of JSON lines with `prompt` (and `source`).",
     )
@@ -61,6 +63,9 @@ def parser() -> Parser:
         help="train this head (folder or short name) further, and export it only if it got better")  # fmt: skip # noqa: E501
     add("--traffic", metavar="FILE",
         help="what the target said already: JSON lines of `messages` and `answer`")  # fmt: skip
+    add("--from", dest="source", metavar="DIR",
+        help="with --adapt: learn from the traffic a server kept there (its --adapt DIR), and let"
+        " that server have the head if it is measured better")  # fmt: skip
     add("--answers", type=int, default=0, metavar="N", help="answers wanted; 0 = all prompts")
     add("--max-tokens", type=int, default=220, metavar="N", help="of an answer (default: 220)")
     add("--max-prompt", type=int, default=420, metavar="N",
@@ -68,9 +73,13 @@ def parser() -> Parser:
     add("--max-gib", type=float, default=4.0, metavar="G",
         help="captures may take so much disk (default: 4)")  # fmt: skip
     add = made.add_argument_group("training").add_argument
-    add("--pairs", type=int, default=2_000_000, metavar="N",
-        help="tokens trained in all, epochs counted (default: 2000000)")  # fmt: skip
-    add("--unrolled", type=int, default=3, metavar="N", help="steps unrolled (default: 3)")
+    add("--pairs", type=int, default=0, metavar="N",
+        help="tokens trained in all, epochs counted (default: 2000000, or thrice the traffic)")  # fmt: skip # noqa: E501
+    add("--kind", choices=tuple(FADES), default="eagle3",
+        help="an EAGLE-3 head, or a drafter that guesses a block in one pass (default: eagle3)")  # fmt: skip # noqa: E501
+    add("--block-layers", type=int, default=2, metavar="N", help="of such a drafter (default: 2)")
+    add("--unrolled", type=int, default=0, metavar="N",
+        help="steps unrolled, or guesses of a block (default: 3, or 7)")  # fmt: skip
     add("--batch-pairs", type=int, default=512, metavar="N", help="of a forward (default: 512)")
     add("--gather", type=int, default=1, metavar="N",
         help="forwards whose gradients make a step (default: 1)")  # fmt: skip
@@ -93,6 +102,10 @@ def main(argv: Sequence[str]) -> int:
     made = parser()
     given = made.parse_args(argv)
     stages = [stage.strip() for stage in given.stages.split(",")]
+    if given.adapt and given.kind != "eagle3":
+        return fail("adapt: block drafters can't be trained further here")
+    if given.source and not given.adapt:
+        return fail("from: say which head is served, with --adapt HEAD")
     if wrong := [stage for stage in stages if stage not in STAGES]:
         return fail(f"stages: {wrong[0]!r} is none of {', '.join(STAGES)}")
     try:
@@ -110,6 +123,12 @@ def main(argv: Sequence[str]) -> int:
     name = Path(str(settings["target"])).name
     folder = Folder(Path(given.folder) if given.folder else cache_dir().parent / "train" / name)
     try:
+        if given.source:
+            from spec_serve.api.adapt_run import adapt
+
+            adapt(given, settings, _bar)
+            return 0
+        given.pairs = given.pairs or PAIRS
         for stage in stages:
             _run(stage, folder, given, settings)
     except (ValueError, OSError) as error:
@@ -286,7 +305,8 @@ def answers(
 # ---- capture, train, export
 
 
-def _checkpoint(settings: Settings) -> Any:
+def checkpoint(settings: Settings) -> Any:
+    """The target's files, opened."""
     from spec_serve.target.hub import resolve
     from spec_serve.target.weights import open_checkpoint
 
@@ -334,15 +354,15 @@ def capture(folder: Folder, given: argparse.Namespace, settings: Settings, updat
     from spec_serve.target.model import load_model
     from spec_serve.target.native import load_native, unfit
 
-    checkpoint, device = _checkpoint(settings), _device(settings)
-    if device.type == "cpu" and not unfit(checkpoint):
+    target, device = checkpoint(settings), _device(settings)
+    if device.type == "cpu" and not unfit(target):
         # What will serve: features of the very weights and kernels the head will read from.
-        model: Any = load_native(checkpoint)
+        model: Any = load_native(target)
     else:
         kind = torch.float32 if device.type == "cpu" else torch.bfloat16
-        model = load_model(checkpoint, kind, device)
-    start = _start(given, checkpoint.config)
-    taps = _taps(checkpoint.config) if start is None else start.shape.taps
+        model = load_model(target, kind, device)
+    start = _start(given, target.config)
+    taps = _taps(target.config) if start is None else start.shape.taps
     capturer = Capturer(model, attention_for(model), taps, given.max_prompt + given.max_tokens)
     total = sum(1 for _ in read_answers(folder.answers))
     begun = time.monotonic()
@@ -361,11 +381,13 @@ def prepare(folder: Folder, given: argparse.Namespace, settings: Settings) -> Re
     from spec_serve.target.hub import resolve
     from spec_serve.target.tokenizer import load_tokenizer
 
-    checkpoint = _checkpoint(settings)
-    start = _start(given, checkpoint.config)
+    target = checkpoint(settings)
+    start = _start(given, target.config)
+    steps, fade = FADES[given.kind]
     options = TrainOptions(
         pairs=given.pairs,
-        unrolled=given.unrolled,
+        unrolled=given.unrolled or steps,
+        fade=fade,
         batch_pairs=given.batch_pairs,
         gather=given.gather,
         learning_rate=given.learning_rate,
@@ -375,11 +397,12 @@ def prepare(folder: Folder, given: argparse.Namespace, settings: Settings) -> Re
     options.check()
     return prepared(
         folder,
-        checkpoint,
+        target,
         options,
-        taps=_taps(checkpoint.config) if start is None else start.shape.taps,
+        taps=_taps(target.config) if start is None else start.shape.taps,
         draft_vocab=given.draft_vocab,
         start=start,
+        block_layers=given.block_layers if given.kind == "block" else 0,
         ends=load_tokenizer(resolve(str(settings["target"]), progress=False)).eos_ids,
         candidates=given.candidates,
         device=_device(settings),
@@ -420,4 +443,4 @@ def export(folder: Folder, given: argparse.Namespace, settings: Settings) -> int
         raise ValueError(f"{folder.root}: holds no trained head yet")
     ready = prepare(folder, given, settings)
     ready.trainer.load(folder.best)
-    return write(ready.trainer.head, ready.kept, _out(folder, given))
+    return write(ready.lesson.head, ready.kept, _out(folder, given))

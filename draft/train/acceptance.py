@@ -8,7 +8,7 @@ measured by an engine with the exported head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,20 +65,31 @@ def chain_lengths(
 def measure(
     head: EagleHead, embedding: Tensor, kept: Tensor, examples: Sequence[Example], depth: int = 5
 ) -> Acceptance:
-    """Acceptance over all answers, `depth` guesses a step."""
-    reached = torch.zeros(depth, dtype=torch.float64)
-    places = tokens = steps = 0
+    """Acceptance of an EAGLE-3 head over all answers, `depth` guesses a step."""
     with torch.no_grad():
-        for example in examples:
-            lengths = chain_lengths(head, embedding, kept, example, depth).tolist()
-            places += len(lengths)
-            reached += torch.tensor(
-                [sum(length > d for length in lengths) for d in range(depth)], dtype=torch.float64
-            )
-            at = 0
-            while at < len(lengths):
-                steps += 1
-                taken = min(lengths[at] + 1, len(lengths) - at)
-                tokens += taken
-                at += taken
-    return Acceptance(tuple((reached / max(places, 1)).tolist()), tokens / max(steps, 1))
+        return tally(
+            (chain_lengths(head, embedding, kept, one, depth).tolist() for one in examples), depth
+        )
+
+
+def tally(answers: Iterable[Sequence[int]], depth: int) -> Acceptance:
+    """Sum up the right guesses in a row from each place of each answer."""
+    reached = [0] * depth
+    places = tokens = steps = 0
+    for lengths in answers:
+        places += len(lengths)
+        for d in range(depth):
+            reached[d] += sum(length > d for length in lengths)
+        taken, needed = served(lengths)
+        tokens, steps = tokens + taken, steps + needed
+    shares = tuple(count / max(places, 1) for count in reached)
+    return Acceptance(shares, tokens / max(steps, 1))
+
+
+def served(lengths: Sequence[int]) -> tuple[int, int]:
+    """(tokens, steps) of a server that drafts from every place it comes to."""
+    at = steps = 0
+    while at < len(lengths):
+        steps += 1
+        at += lengths[at] + 1
+    return len(lengths), steps

@@ -8,13 +8,14 @@ fused feature, the output fed back before its norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from spec_serve.draft.train.named import NamedWeights, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,10 @@ class HeadShape:
     max_positions: int
 
 
-class EagleHead(nn.Module):
+class EagleHead(NamedWeights):
     """Weights of a head, float32; autocast decides what products are computed in."""
 
     def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.shape = shape
         h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {
             "fc": (h, len(shape.taps) * h),
@@ -61,40 +60,8 @@ class EagleHead(nn.Module):
             "midlayer.post_attention_layernorm",
             "norm",
         )
-        # Features differ in size from channel to channel by orders of magnitude, and a step of Adam
-        # moves every weight alike: training sees them divided by `scale`, the file does not.
-        self.scale: Tensor
-        self.register_buffer("scale", torch.ones(len(shape.taps) * h))
-        # Flat names: the file's names are not the paths of modules.
-        self.weights = nn.ParameterDict(
-            {_key(name): nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
-            | {_key(name): nn.Parameter(torch.ones(h)) for name in norms}
-        )
-
-    def __getitem__(self, name: str) -> nn.Parameter:
-        parameter = self.weights[_key(name)]
-        assert isinstance(parameter, nn.Parameter)
-        return parameter
-
-    def named(self) -> dict[str, Tensor]:
-        """Detached tensors under the names of the file."""
-        named = {
-            key.replace("/", ".") + ".weight": held.detach() for key, held in self.weights.items()
-        }
-        named["fc.weight"] = named["fc.weight"] / self.scale
-        return named
-
-    def take(self, tensors: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
-        """Set parameters from tensors under the names of the file. KeyError if one is missing.
-
-        scale: [T * H] the usual size of each channel of the features.
-        """
-        with torch.no_grad():
-            if scale is not None:
-                self.scale.copy_(scale)
-            for key, held in self.weights.items():
-                given = tensors[key.replace("/", ".") + ".weight"]
-                held.copy_(given * self.scale if key == "fc" else given)
+        super().__init__(sizes, dict.fromkeys(norms, h), len(shape.taps) * h)
+        self.shape = shape
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Tapped features [N, T * H] -> [N, H]."""
@@ -116,12 +83,14 @@ class EagleHead(nn.Module):
         k = F.linear(inputs, self["midlayer.self_attn.k_proj"])
         v = F.linear(inputs, self["midlayer.self_attn.v_proj"])
         k = k.view(-1, shape.kv_heads, shape.head_dim)
-        return self._rotate(k, positions), v.view(-1, shape.kv_heads, shape.head_dim)
+        return rotate(k, positions, shape.theta), v.view(-1, shape.kv_heads, shape.head_dim)
 
     def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """Q (rotated) of pairs, [N, heads, D]."""
         q = F.linear(inputs, self["midlayer.self_attn.q_proj"])
-        return self._rotate(q.view(-1, self.shape.heads, self.shape.head_dim), positions)
+        return rotate(
+            q.view(-1, self.shape.heads, self.shape.head_dim), positions, self.shape.theta
+        )
 
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
         """Residual stream after the layer, [N, H]: what is fed back."""
@@ -138,19 +107,6 @@ class EagleHead(nn.Module):
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x.float(), (self.shape.hidden,), self[name], self.shape.eps)
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding in halves, [N, heads, D]."""
-        half = self.shape.head_dim // 2
-        step = torch.arange(half, device=x.device, dtype=torch.float32) / half
-        angle = positions.float().unsqueeze(1) * self.shape.theta**-step  # [N, D/2]
-        cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
-        low, high = x.float().chunk(2, -1)
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "/")
 
 
 def head_config(shape: HeadShape, **more: Any) -> dict[str, Any]:

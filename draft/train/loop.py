@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_serve.draft.train.corpus import Corpus
-from spec_serve.draft.train.head import EagleHead
-from spec_serve.draft.train.unroll import Example, Teacher, unroll
+from spec_serve.draft.train.lesson import Lesson
+from spec_serve.draft.train.unroll import Example
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class TrainOptions:
     """How a head is trained.
 
     pairs: trained in all, over as many epochs as that takes. unrolled: steps of training-time test,
-    each weighing `fade` times the one before. batch_pairs: per forward, `gather` of which make one
-    step. learning_rate: at the end of the warm-up, a share `warm_up` of all pairs; `last_rate` of
-    it is left at the end. train_rows: also the head's output rows, at a rate of rows_rate times the
-    others'; fuse_rate: the same of the map that joins the features, which has the most inputs and
-    the best start. half: products in bfloat16.
+    or guessed places of a block, each weighing `fade` times the one before. batch_pairs: per
+    forward, `gather` of which make one step. learning_rate: at the end of the warm-up, a share
+    `warm_up` of all pairs; `last_rate` of it is left at the end. train_rows: also the head's output
+    rows, at a rate of rows_rate times the others'; fuse_rate: the same of the map that joins the
+    features, which has the most inputs and the best start. half: products in bfloat16.
     """
 
     pairs: int = 2_000_000
@@ -97,22 +97,18 @@ class _Sums:
 class Trainer:
     """A head, its optimiser and its place in the data."""
 
-    def __init__(
-        self, head: EagleHead, embedding: Tensor, teacher: Teacher, options: TrainOptions
-    ) -> None:
+    def __init__(self, lesson: Lesson, options: TrainOptions) -> None:
         options.check()
-        self.head, self.options, self.place = head, options, Place()
-        self._embedding, self._teacher = embedding, teacher
-        rows = [head["lm_head"]]
-        fuse = [head["fc"]]
-        others = [p for name, p in head.weights.items() if name not in ("lm_head", "fc")]
-        rows[0].requires_grad_(options.train_rows)
+        head = self.head = lesson.head
+        self.options, self.place = options, Place()
+        self._lesson = lesson
+        rows = head["lm_head"].requires_grad_(options.train_rows)
         groups: list[dict[str, Any]] = [
-            {"params": others, "share": 1.0},
-            {"params": fuse, "share": options.fuse_rate},
+            {"params": head.others("lm_head", "fc"), "share": 1.0},
+            {"params": [head["fc"]], "share": options.fuse_rate},
         ]
         if options.train_rows:
-            groups.append({"params": rows, "share": options.rows_rate})
+            groups.append({"params": [rows], "share": options.rows_rate})
         self._optimiser = torch.optim.AdamW(
             groups, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
         )
@@ -134,7 +130,7 @@ class Trainer:
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """What products run in: use as a context."""
-        kind = self._embedding.device.type
+        kind = self.head["fc"].device.type
         return torch.autocast(kind, torch.bfloat16, enabled=self.options.half)
 
     def run(self, corpus: Corpus, told: Callable[[Told], bool]) -> None:
@@ -176,10 +172,7 @@ class Trainer:
         loss = agreed = pairs = counted = torch.zeros(options.unrolled)
         for batch in batches:
             with self.precision():
-                found = unroll(
-                    self.head, self._embedding, self._teacher, batch, options.unrolled,
-                    self.place.step,
-                )  # fmt: skip
+                found = self._lesson(batch, self.place.step)
             weighed = (found.loss * fade.to(found.loss.device)).sum() / total
             torch.autograd.backward(weighed)
             loss = loss + found.loss.detach().cpu()
@@ -211,6 +204,8 @@ class Trainer:
         with safe_open(path, "pt") as opened:
             told: dict[str, Any] = json.loads(opened.metadata()["training"])
             names = set(opened.keys())
+            if names and {"weight/" + name for name in self.head.weights} - names:
+                raise ValueError(f"{path.name}: holds a head of another kind or depth")
             self.head.scale.copy_(opened.get_tensor("scale"))
             for name, held in self.head.weights.items():
                 found = opened.get_tensor("weight/" + name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_serve.draft.train.acceptance import Acceptance, measure
+from spec_serve.draft.train.acceptance import Acceptance
 from spec_serve.draft.train.answers import Answer, read_answers
+from spec_serve.draft.train.block import BlockHead, block_shape, warm_block
 from spec_serve.draft.train.capture import Capturer, shards, write_shards
 from spec_serve.draft.train.corpus import Corpus
 from spec_serve.draft.train.head import EagleHead, HeadShape
+from spec_serve.draft.train.lesson import BlockLesson, EagleLesson, Lesson, acceptance
 from spec_serve.draft.train.loop import Told, Trainer, TrainOptions
 from spec_serve.draft.train.plot import plot
 from spec_serve.draft.train.start import Start, usual_size
-from spec_serve.draft.train.unroll import Teacher
+from spec_serve.draft.train.unroll import Example, Teacher
 from spec_serve.draft.train.vocabulary import choose, membership
-from spec_serve.draft.train.warm import TargetParts, target_parts, warm_start
+from spec_serve.draft.train.warm import target_parts, warm_start
 from spec_serve.target.config import ModelConfig
 from spec_serve.target.model import Weights
 
@@ -142,8 +144,7 @@ class Ready:
     """A head about to be trained, and what it is measured on."""
 
     trainer: Trainer
-    parts: TargetParts
-    embedding: Tensor
+    lesson: Lesson
     kept: Tensor
     corpus: Corpus
     held: Corpus
@@ -152,7 +153,7 @@ class Ready:
         """Of the held-out answers, as the head is now."""
         examples = self.held.examples(HELD_SEQUENCES)
         with self.trainer.precision():
-            return measure(self.trainer.head, self.embedding, self.kept, examples, depth)
+            return acceptance(self.lesson, examples, depth)
 
 
 def prepare(
@@ -162,16 +163,18 @@ def prepare(
     *,
     taps: tuple[int, ...],
     draft_vocab: int,
-    ends: Iterable[int],
+    ends: Collection[int],
     start: Start | None = None,
+    block_layers: int = 0,
     candidates: int = 2048,
     warm_sequences: int = 400,
     device: torch.device | str = "cpu",
 ) -> Ready:
     """A head from the folder's checkpoint, or a new one begun from its target or from `start`.
 
-    With `start` taps and draft_vocab are that head's. ValueError for a folder without captures and
-    for one that holds a head of other sizes.
+    block_layers: a block drafter of so many layers that guesses options.unrolled places; 0 = an
+    EAGLE-3 head. With `start` taps and draft_vocab are that head's. ValueError for a folder without
+    captures and for one that holds a head of other sizes.
     """
     config = ModelConfig.from_checkpoint_config(weights.config)
     kept = vocabulary(folder, config, draft_vocab, ends) if start is None else start.kept
@@ -179,22 +182,32 @@ def prepare(
     corpus = Corpus(folder.captured(False), known, options.unrolled, device)
     held = Corpus(folder.captured(True), known, options.unrolled, device)
     parts = target_parts(weights)
-    head = EagleHead(head_shape(config, draft_vocab, taps) if start is None else start.shape)
+    shape = head_shape(config, draft_vocab, taps) if start is None else start.shape
     going_on = folder.checkpoint.exists()
+    first: list[Example] = []
     if not going_on:
         first = Corpus(folder.captured(False), known, options.unrolled).examples(warm_sequences)
-        if start is None:
-            warm_start(head, parts, kept, first, options.seed)
-        else:
-            head.take(start.tensors, usual_size(first))
-    head.to(device)
     kind = torch.bfloat16 if options.half else torch.float32
     embedding = parts.embedding.to(device, kind)
     teacher = Teacher(parts.rows[kept].to(device, kind), candidates, options.seed)
-    trainer = Trainer(head, embedding, teacher, options)
+    there = kept.to(device)
+    lesson: Lesson
+    if block_layers:
+        block = BlockHead(block_shape(shape, block_layers, options.unrolled + 1, ends))
+        if not going_on:
+            warm_block(block, parts, kept, first, options.seed)
+        lesson = BlockLesson(block.to(device), embedding, teacher, there, options.seed)
+    else:
+        head = EagleHead(shape)
+        if start is not None and not going_on:
+            head.take(start.tensors, usual_size(first))
+        elif not going_on:
+            warm_start(head, parts, kept, first, options.seed)
+        lesson = EagleLesson(head.to(device), embedding, teacher, there, options.unrolled)
+    trainer = Trainer(lesson, options)
     if going_on:
         trainer.load(folder.checkpoint)
-    return Ready(trainer, parts, embedding, kept.to(device), corpus, held)
+    return Ready(trainer, lesson, there, corpus, held)
 
 
 def train(

@@ -125,17 +125,24 @@ def regress(
     adds, the same step serves for the head's own outputs.
     """
     hidden = target.norm.shape[0]
-    sums = _Normal(examples[0].taps.shape[1], hidden)
-    for taps, state, _, _ in _pairs(target, examples, eps):
-        sums.add(taps, state)
-    features = sums.solve(ridge)
+    features, usual = features_of(target, examples, eps, ridge)
     steps = _Normal(2 * hidden, hidden)
     for taps, _, token, following in _pairs(target, examples, eps):
         made = taps @ features.T
         normed = F.rms_norm(made, (hidden,), None, eps)
         steps.add(torch.cat((token, normed), -1), following - made)
-    usual = (sums.gram.diagonal() / max(sums.count, 1)).sqrt().float().clamp_min(1e-6)
     return Linear(features, steps.solve(ridge, rank), usual)
+
+
+def features_of(
+    target: TargetParts, examples: Sequence[Example], eps: float, ridge: float = 1e-3
+) -> tuple[Tensor, Tensor]:
+    """`features` [H, T * H] and `usual` [T * H] of a `Linear`."""
+    sums = _Normal(examples[0].taps.shape[1], target.norm.shape[0])
+    for taps, state, _, _ in _pairs(target, examples, eps):
+        sums.add(taps, state)
+    usual = (sums.gram.diagonal() / max(sums.count, 1)).sqrt().float().clamp_min(1e-6)
+    return sums.solve(ridge), usual
 
 
 def _pairs(
