@@ -93,15 +93,17 @@ def to_proto(wire: m.Generate, request_id: str = "") -> pb.GenerateRequest:
         made.chat.single_tool_call = not wire.parallel_tool_calls
     elif wire.tool_choice != "auto":
         raise m.BadMessage("tool_choice", "tool_choice: needs messages")
-    made.segments.extend(to_proto(_whole(one)) for one in wire.segments)
+    made.segments.extend(map(_segment, wire.segments))
     if wire.constraint is not None:
         made.constraint.CopyFrom(_constraint(wire.constraint))
     return made
 
 
-def _whole(segment: m.Segment) -> m.Generate:
-    """A segment as a request."""
-    return m.Generate("segment", **msgspec.structs.asdict(segment))
+def _segment(segment: m.Segment) -> pb.GenerateRequest:
+    """A segment as a request, without what it does not have."""
+    made = to_proto(m.Generate("segment", **msgspec.structs.asdict(segment)))
+    made.ClearField("speculation")
+    return made
 
 
 def _constraint(asked: m.Constraint) -> pb.Constraint:

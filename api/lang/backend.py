@@ -23,7 +23,8 @@ QUESTIONS = 64  # at once; a server reads so many texts of one socket, and more
 class Backend(Protocol):
     """Tokens for programs. All three raise what the client raises.
 
-    One that gains nothing by being asked ahead says so: `prepares = False`.
+    One that gains nothing by being asked ahead says so: `prepares = False`. One that takes
+    `segments` (messages.Generate) says so, too: `fuses = True`.
     """
 
     async def pieces(self, question: Question) -> list[list[int]]:
@@ -53,6 +54,7 @@ class ClientBackend:
         self._reading = asyncio.Semaphore(QUESTIONS)
         # Runs graphs beside the engine, where the server does that.
         self.programs = client.programs if client.hello.programs else None
+        self.fuses = client.hello.programs  # those servers do
 
     async def pieces(self, question: Question) -> list[list[int]]:
         """One round trip."""

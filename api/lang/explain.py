@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from xml.sax.saxutils import escape
 
+from spec_serve.lang.chains import fused
 from spec_serve.lang.parts import (
     Append,
     Call,
@@ -93,6 +94,7 @@ def explained(
     asking = sum(1 if isinstance(item, Gen) else len(item.choices) for item in asked(held))
     ids = sum(len(piece) for pieces in known.values() for piece in pieces[-1:])
     lines = [f"program {name}", *(f"  {line}" for _, line in _told(held))]
+    lines += [f"in one request: {', '.join(map(named, chain))}" for chain in fused(held)]
     lines += [
         f"prompts known before a run: {len(known)} of {asking} ({ids} tokens of theirs)",
         f"constant beginning: {len(prefix)} tokens, computed at compile time",

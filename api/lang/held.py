@@ -73,6 +73,7 @@ def arguments(held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 async def operated(run: Run, held: Held) -> Any:
     """Do all that a graph says on a run, and end it; what the program returns."""
     try:
+        run.look_ahead(held.ops)
         for op in held.ops:
             run.submit(op)
         value = await filled(held.result, run.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from spec_serve.api import messages as m
@@ -17,6 +17,7 @@ from spec_serve.client.answers import Answer
 from spec_serve.lang import events as e
 from spec_serve.lang.backend import Backend
 from spec_serve.lang.calling import called
+from spec_serve.lang.chains import Chain, Link, Places, links
 from spec_serve.lang.conversation import Question
 from spec_serve.lang.generating import kept, meta_of, requested
 from spec_serve.lang.healing import healed
@@ -70,6 +71,7 @@ class Doing:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.types: dict[str, Any] = {}
         self.variables: dict[str, Variable] = {}
+        self.places: Places = {}  # what stands behind each `gen`, where that is known
 
     # -- values
 
@@ -229,12 +231,14 @@ class Doing:
         if not prompt:
             raise ProgramError("there is nothing to go on from: write some text first")
         answer, constraint, hidden = Answer(), None, len(begun)
-        options = requested(item, begun, cut)
-        async with (
-            self._turn(thread, prompt) as computed,
-            aclosing(self._backend.generate(prompt, options)) as found,
-        ):
-            async for event in found:
+        chain = thread.chain
+        if chain is None or not chain.brings(item, prompt):
+            await thread.unlink()
+            ahead = await self._ahead(thread, item, pieces[-1])
+            options = requested(item, begun, cut)
+            chain = thread.chain = Chain(self._backend, prompt, options, ahead)
+        async with self._turn(thread, prompt) as computed:
+            async for event in chain.events():
                 answer.add(event)
                 if isinstance(event, m.Delta):
                     computed()
@@ -250,6 +254,7 @@ class Doing:
                     told = e.Delta(variable.path, variable.name, text, tuple(event.ids))
                     self.tell(told)
         ids, shown, rest = kept(answer)
+        chain.kept(prompt + ids)
         thread.known = len(prompt) + len(ids)
         held.fill(ids, shown[len(begun) :], pieces[-1], cut)
         held.add(rest)
@@ -258,6 +263,22 @@ class Doing:
         values = [read(item.parse, text, self.types) for text in texts]
         many = len(values) > 1
         self._finish(variable, values if many else values[0], many)
+
+    async def _ahead(self, thread: Thread, item: Gen, piece: list[int]) -> list[Link]:
+        """What can be part of this generation's request."""
+        place = self.places.get(item.key)
+        if place is None or not getattr(self._backend, "fuses", False):
+            return []
+
+        def known(ref: Ref) -> str | None:
+            if ref.key.startswith("arg:"):
+                return written(self._given[ref.key.removeprefix("arg:")])
+            held = self.found(thread, ref.key)
+            if not held.future.done() or held.future.cancelled() or held.future.exception():
+                return None
+            return held.text if held.state is not None else written(held.future.result())
+
+        return await links(place, thread.conversation, piece, known, self.pieces)
 
     async def _select(self, thread: Thread, item: Select) -> None:
         held, variable = thread.conversation, self._new(thread, item.key)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from spec_serve.lang import events as e
 from spec_serve.lang.backend import Backend
+from spec_serve.lang.chains import places
 from spec_serve.lang.conversation import Conversation, Question
 from spec_serve.lang.parts import Call, Fork, Op, ProgramError, every
 from spec_serve.lang.performing import Doing, Far
@@ -151,6 +152,10 @@ class Run:
 
     # -- the run's own life
 
+    def look_ahead(self, ops: Iterable[Op]) -> None:
+        """These operations will come: what follows a generation may be asked for with it."""
+        self._doing.places = places(ops)
+
     def ask_ahead(self, question: Question) -> None:
         """Have a question answered that will probably be asked."""
         key = question.key
@@ -245,6 +250,7 @@ class Run:
                     else:
                         await self._doing.perform(thread, op)
                 except Exception as error:
+                    await thread.unlink()
                     self._fail(thread, op, error)
         except asyncio.CancelledError:
             dropped = ProgramError("the state was dropped")
@@ -255,6 +261,8 @@ class Run:
                 if held.state is thread:
                     held.end(dropped)
             raise
+        finally:
+            await thread.unlink()
 
     def _fail(self, thread: Thread, op: Queued, error: Exception) -> None:
         thread.failed = thread.failed or error

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spec_serve.lang import events as e
+from spec_serve.lang.chains import Chain
 from spec_serve.lang.conversation import Conversation
 from spec_serve.lang.parts import Append, Call, Cond, Fork, Loop, Op, asked, bodies, every
 
@@ -87,6 +88,7 @@ class Thread:
 
     frame, before: while a body runs, the values its keys have, and what they stand for otherwise.
     known: ids that the server has computed. kin: of the fork it comes from, until it first asks.
+    chain: the request that brings the next generation too, if there is one.
     """
 
     path: str
@@ -101,6 +103,13 @@ class Thread:
     depth: int = 0
     frame: dict[str, Variable] = field(default_factory=dict)
     before: dict[str, str] = field(default_factory=dict)
+    chain: Chain | None = None
+
+    async def unlink(self) -> None:
+        """End the request that what comes next was part of."""
+        chain, self.chain = self.chain, None
+        if chain is not None:
+            await chain.close()
 
 
 def keys(op: Op) -> list[str]:

@@ -24,7 +24,11 @@ def test_every_transport_and_an_engine_process(tmp_path: Path) -> None:
         graph = await bound.acompile(on=client)
         compiled = await told(await graph.arun("the", on=client))
         assert compiled == await told(await bound.arun("the", on=client))
-        return compiled
+        more = {"token_ids": [7, 8], "max_tokens": 4, "sampling": {"temperature": 1, "seed": 3}}
+        asked = {"max_tokens": 3, "ids": True, "segments": [more, {**more, "stop": ["q"]}]}
+        answer = await client.complete(token_ids=[5, 6], **asked)
+        assert [choice.usage is not None for choice in answer.choices] == [True] * 3
+        return (*compiled, [choice.ids for choice in answer.choices])
 
     async def scored(address: str) -> list[float]:
         async with GrpcClient(address) as client:
