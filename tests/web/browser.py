@@ -165,6 +165,15 @@ def anew(page: Page, at: int = 0) -> Iterator[None]:
     old.wait_for_element_state("hidden", timeout=WAIT_MS)
 
 
+def holds(page: Page, expression: str) -> None:
+    """Wait until it does. The page's policy bars what wait_for_function would do there."""
+    for _ in range(WAIT_MS // 50):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"still not: {expression}")
+
+
 def stored(page: Page) -> Any:
     """All messages in the browser's store, as [chat, at, role, state, text]."""
     return page.evaluate(

@@ -17,6 +17,7 @@ from tests.web.browser import (
     anew,
     answers,
     done,
+    holds,
     kept,
     page_server,
     say,
@@ -40,13 +41,13 @@ def test_a_dropped_socket_is_taken_up_again(patient: Reader) -> None:
         """() => {
           const said = document.querySelector("#connection");
           window.told = [];
-          new MutationObserver(() => told.push(said.textContent)).observe(said, { childList: true });
+          const tell = () => told.push(said.textContent);
+          new MutationObserver(tell).observe(said, { childList: true });
         }"""
     )
     theirs.close(code=4001)
     ours.close(code=4001)
-    while not any(page.evaluate("told")):
-        page.wait_for_timeout(50)
+    holds(page, "told.some((text) => text)")
     expect(page.locator("#connection")).to_be_empty()
     done(page)
     assert len(sockets) == 2

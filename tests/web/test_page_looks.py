@@ -9,7 +9,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
-from tests.web.browser import Reader, anew, answers, done, say, stored
+from tests.web.browser import Reader, anew, answers, done, holds, say, stored
 
 UNNAMED = """() => [..."button, input, textarea, select, a, dialog, nav, aside".split(", ")]
   .flatMap((kind) => [...document.querySelectorAll(kind)])
@@ -162,8 +162,7 @@ def test_what_is_typed_while_the_store_opens_is_not_sent_by_an_earlier_enter(
     box.press("Enter")
     box.press_sequentially("one")
     expect(page.locator("#model")).to_have_text("echo")
-    while not page.evaluate("window.opened"):  # the page's policy lets nothing in that would wait
-        page.wait_for_timeout(50)
+    holds(page, "window.opened")
     expect(page.locator(".message")).to_have_count(0)
     box.press("Enter")
     box.press_sequentially("two")
