@@ -19,23 +19,36 @@ TRASH = 0
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one attention layer keeps per token: `heads` K/V heads of `head_dim` values each."""
+    """What one attention layer keeps per token: `heads` K/V heads of `head_dim` values each.
+
+    latent: a V of its own is not kept, it is the first so many values of K; 0 = it is.
+    """
 
     heads: int
     head_dim: int
     dtype: torch.dtype
+    latent: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
-        return 2 * self.heads * self.head_dim * self.dtype.itemsize
+        kept = 1 if self.latent else 2
+        return kept * self.heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """K and V of one layer, [slots, heads, head_dim] each."""
+    """K and V of one layer, [slots, heads, head_dim] each.
+
+    Over latents V is the beginning of K, a view: [slots, 1, latent].
+    """
 
     k: Tensor
     v: Tensor
+
+    @property
+    def shared(self) -> bool:
+        """Whether writing K writes V as well."""
+        return self.v.data_ptr() == self.k.data_ptr()
 
 
 class KVPool:
@@ -56,10 +69,7 @@ class KVPool:
         self.specs = tuple(specs)
         self.slots = slots
         self.device = torch.device(device)
-        self.layers = [
-            LayerKV(_zeros(slots + 1, spec, self.device), _zeros(slots + 1, spec, self.device))
-            for spec in self.specs
-        ]
+        self.layers = [_layer(slots + 1, spec, self.device) for spec in self.specs]
         self.table = torch.zeros(rows, positions + 1, dtype=torch.int64, device=device)
 
     def assign(self, row: int, start: int, slots: Sequence[int]) -> None:
@@ -68,6 +78,11 @@ class KVPool:
             self.table[row, start : start + len(slots)] = torch.tensor(
                 slots, dtype=torch.int64, device=self.device
             )
+
+
+def _layer(slots: int, spec: KVSpec, device: torch.device) -> LayerKV:
+    k = _zeros(slots, spec, device)
+    return LayerKV(k, k[:, :, : spec.latent] if spec.latent else _zeros(slots, spec, device))
 
 
 def _zeros(slots: int, spec: KVSpec, device: torch.device) -> Tensor:

@@ -62,8 +62,10 @@ def padded_rows(rows: int, dim: int) -> int:
 
 
 @cache
-def in_order(kv_heads: int, dim: int, threads: int) -> bool:
+def in_order(kv_heads: int, dim: int, threads: int, value: int = 0) -> bool:
     """Whether torch.bmm sums as this module needs it, tried on shapes of `threads` threads.
+
+    value: channels of a value, 0 = as many as a key's `dim`.
 
     Scores: the bits of an entry do not depend on how many queries and keys there are. Values: an
     entry is the chain fma(p[l], v[l], ...) over the keys in order, so that zeros change nothing.
@@ -77,7 +79,9 @@ def in_order(kv_heads: int, dim: int, threads: int) -> bool:
         pool, queries = noise(600, kv_heads, dim), noise(kv_heads, 200, dim)
         k = pool.permute(1, 2, 0)  # [kv heads, D, keys]
         every = torch.bmm(queries, k)
-        counts = sorted({padded_rows(n, dim) for n in (1, 4, 8, 12, 16, 20, 48, 100)})
+        value = value or dim
+        least = min(dim, value)
+        counts = sorted({padded_rows(n, least) for n in (1, 4, 8, 12, 16, 20, 48, 100)})
         for count in counts:
             for length in (16, 48, 128, 272, 592):
                 part = torch.bmm(queries[:, :count].contiguous(), k[:, :, :length])
@@ -85,16 +89,17 @@ def in_order(kv_heads: int, dim: int, threads: int) -> bool:
                     return False
         weights = noise(kv_heads, 200, LONGEST)
         weights[:, :, ::3] = 0
-        total = torch.zeros(kv_heads, 200, dim)
-        start = noise(kv_heads, 200, dim)
+        values = noise(600, kv_heads, max(dim, value))[:, :, :value]
+        total = torch.zeros(kv_heads, 200, value)
+        start = noise(kv_heads, 200, value)
         for key in range(LONGEST):
             # A product of two floats is exact in a double, so this is a fused step (but for
             # double rounding, one case in 2^29).
-            step = weights[:, :, key, None].double() * pool[key, :, None].double()
+            step = weights[:, :, key, None].double() * values[key, :, None].double()
             total = (step + total.double()).float()
             if key + 1 not in (2, 3, 16, 61, BLOCK, LONGEST):
                 continue
-            v = pool[: key + 1].transpose(0, 1)
+            v = values[: key + 1].transpose(0, 1)
             for count in counts:
                 p, wanted = weights[:, :count, : key + 1], total[:, :count]
                 if not torch.equal(torch.bmm(p, v), wanted):
@@ -213,14 +218,14 @@ class OrderedGroup:
     """Parts of equally many queries, scored and normed together; buffers are kept over layers."""
 
     def __init__(
-        self, parts: Sequence[Part], heads: int, kv_heads: int, dim: int, pool: int
+        self, parts: Sequence[Part], heads: int, kv_heads: int, dim: int, value: int, pool: int
     ) -> None:
         self._parts = parts
         first = parts[0]
         rows, count = len(parts), first.count
         group = heads // kv_heads
         self._used = count * group
-        lines = padded_rows(self._used, dim)
+        lines = padded_rows(self._used, min(dim, value))
         width = max(len(part.slots) for part in parts)
         width = -(-width // COLUMNS) * COLUMNS
         consecutive = all(part.start == first.start + i * count for i, part in enumerate(parts))
@@ -232,7 +237,7 @@ class OrderedGroup:
         self._shape = (rows, count, kv_heads, group, dim)
         self._queries = torch.zeros(rows, kv_heads, lines, dim)
         self._scores = torch.empty(rows, kv_heads, lines, width)
-        self._out = torch.empty(rows, kv_heads, lines, dim)
+        self._out = torch.empty(rows, kv_heads, lines, value)
         self._hidden = self._mask(lines, width, group)
         self._masked = self._scores[:, :, :, width - self._hidden.shape[-1] :]
         self._rows = [self._row(i, _lay_out(part, width, pool)) for i, part in enumerate(parts)]
@@ -256,7 +261,7 @@ class OrderedGroup:
         return hidden[:, :, :, clear:].contiguous()
 
     def attend(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        """q [rows * count, heads, D] -> the same shape."""
+        """q [rows * count, heads, D] -> [rows * count, heads, width of a value]."""
         rows, count, kv_heads, group, dim = self._shape
         scores, queries, out, used = self._scores, self._queries, self._out, self._used
         into = queries[:, :, :used].view(rows, kv_heads, count, group, dim)
@@ -271,8 +276,8 @@ class OrderedGroup:
         for row in self._rows:
             _mix(row, kv.v)
         out.div_(total)
-        mixed = out[:, :, :used].view(rows, kv_heads, count, group, dim).transpose(1, 2)
-        return mixed.reshape(rows * count, kv_heads * group, dim)
+        mixed = out[:, :, :used].view(rows, kv_heads, count, group, -1).transpose(1, 2)
+        return mixed.reshape(rows * count, kv_heads * group, -1)
 
 
 def _exp2(x: Tensor) -> None:
@@ -329,7 +334,7 @@ def _mix(row: _Row, stored: Tensor) -> None:
 
 
 def grouped(
-    parts: Iterable[Part], heads: int, kv_heads: int, dim: int, pool: int
+    parts: Iterable[Part], heads: int, kv_heads: int, dim: int, value: int, pool: int
 ) -> list[OrderedGroup]:
     """Parts with as many queries and about as many keys together, in the order of nodes.
 
@@ -340,10 +345,10 @@ def grouped(
         alike.setdefault((part.count, len(part.slots) // ALIKE), []).append(part)
     groups = []
     for (count, tier), members in alike.items():
-        lines = kv_heads * padded_rows(count * heads // kv_heads, dim)
+        lines = kv_heads * padded_rows(count * heads // kv_heads, min(dim, value))
         most = max(1, SCORES // (lines * (tier + 1) * ALIKE))
         groups += [
-            OrderedGroup(members[i : i + most], heads, kv_heads, dim, pool)
+            OrderedGroup(members[i : i + most], heads, kv_heads, dim, value, pool)
             for i in range(0, len(members), most)
         ]
     return groups

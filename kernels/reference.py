@@ -58,7 +58,7 @@ class TorchPlan:
         )
         self._positions = host[3 * rows :]
         assert len(self._positions) == nodes
-        self._groups: dict[tuple[int | None, int, int, int], list[OrderedGroup]] = {}
+        self._groups: dict[tuple[int | None, int, int, int, int], list[OrderedGroup]] = {}
         self._views: dict[tuple[int | None, torch.dtype], list[_View]] = {}
 
     def attend(
@@ -72,10 +72,11 @@ class TorchPlan:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Write k and v, then attend; q [N, heads, D] -> [N, heads, D]."""
+        """Write k and v, then attend; q [N, heads, D] -> [N, heads, width of a value]."""
         kv.k.index_copy_(0, self._batch.slots, k)
-        kv.v.index_copy_(0, self._batch.slots, v)
-        if self._exact and softcap is None and _can_order(q, k):
+        if not kv.shared:
+            kv.v.index_copy_(0, self._batch.slots, v)
+        if self._exact and softcap is None and _can_order(q, k, v):
             return self._ordered(q, kv, scale, window)
         inner = torch.float64 if self._exact else q.dtype
         views = self._views.get((window, inner))
@@ -88,9 +89,10 @@ class TorchPlan:
 
     def _ordered(self, q: Tensor, kv: LayerKV, scale: float, window: int | None) -> Tensor:
         pool, kv_heads, dim = kv.k.shape
+        value = kv.v.shape[2]
         if kv_heads == 1:  # a batch of one is a plain product to torch, which sums differently
             kv_heads, kv = 2, LayerKV(kv.k.expand(-1, 2, -1), kv.v.expand(-1, 2, -1))
-        shape = (q.shape[1], kv_heads, dim)
+        shape = (q.shape[1], kv_heads, dim, value)
         groups = self._groups.get((window, *shape))
         if groups is None:
             parts = [part for b in range(len(self._row_ids)) for part in self._parts(b, window)]
@@ -98,7 +100,7 @@ class TorchPlan:
             self._groups[window, *shape] = groups
         if len(groups) == 1 and isinstance(groups[0].nodes, slice):
             return groups[0].attend(q, kv, scale)
-        out = torch.empty(q.shape)
+        out = q.new_empty(len(q), q.shape[1], value)
         for group in groups:
             out[group.nodes] = group.attend(q[group.nodes], kv, scale)
         return out
@@ -176,13 +178,13 @@ class TorchPlan:
         return torch.cat((cached, twig), 1)
 
 
-def _can_order(q: Tensor, k: Tensor) -> bool:
+def _can_order(q: Tensor, k: Tensor, v: Tensor) -> bool:
     kv_heads = max(k.shape[1], 2)
     return (
         q.device.type == "cpu"
         and q.dtype == torch.float32
         and q.shape[1] % kv_heads == 0
-        and in_order(kv_heads, k.shape[2], torch.get_num_threads())
+        and in_order(kv_heads, k.shape[2], torch.get_num_threads(), v.shape[2])
     )
 
 
@@ -199,7 +201,7 @@ def _as_slice(slots: Tensor) -> slice | Tensor:
 
 
 def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: float | None) -> Tensor:
-    """[n, heads, D] of one row."""
+    """[n, heads, width of a value] of one row."""
     keys = view.keys
     if isinstance(keys, slice):
         k, v = kv.k[keys], kv.v[keys]  # [L, kv heads, D]
@@ -222,7 +224,7 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
             scale=scale,
             enable_gqa=q.shape[0] != k.shape[0],
         )
-        return out[0].reshape(heads, n, dim).transpose(0, 1)
+        return out[0].reshape(heads, n, -1).transpose(0, 1)
     wide = torch.promote_types(q.dtype, torch.float32)
     folded = q.reshape(k.shape[0], -1, dim).to(wide)  # [kv heads, group * n, D]
     scores = torch.bmm(folded, k.to(wide).transpose(1, 2)).view(heads, n, -1) * scale
@@ -233,7 +235,7 @@ def _attend_row(q: Tensor, kv: LayerKV, view: _View, scale: float, softcap: floa
         unseen = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(unseen, float("-inf"))
     weights = scores.softmax(-1).view(k.shape[0], -1, scores.shape[-1])
-    return torch.bmm(weights, v.to(wide)).view(heads, n, dim).transpose(0, 1).to(q.dtype)
+    return torch.bmm(weights, v.to(wide)).view(heads, n, -1).transpose(0, 1).to(q.dtype)
 
 
 class TorchAttention:

@@ -8,23 +8,20 @@ not do is refused by name. Knows nothing of tensors, devices or files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec_serve.target.families import FAMILIES, Family
+from spec_serve.target.fields import ConfigError as ConfigError
+from spec_serve.target.fields import Raw, count
 from spec_serve.target.quantised_config import SchemeError, read_scheme
+from spec_serve.target.sparse import ExpertsConfig, LatentConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "freqs")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PARTIAL = "partial_rotary_factor: only 1.0 (the whole head) is supported"
-
-Raw = Mapping[str, Any]
-
-
-class ConfigError(ValueError):
-    """A checkpoint's configuration is incomplete, contradictory or not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +53,8 @@ class ModelConfig:
     vocab: rows of the embedding. windows: per layer, None = sees everything. local_rope: RoPE of
     the layers with a window, None = as the others. zero_centred: norms multiply by 1 + w.
     sandwich_norms: attention and MLP outputs are normed before they join the residual stream.
+    experts: layers whose MLP is a mixture. latent: attention over latents; head_dim is then that
+    of a query, kv_heads means nothing, and rotation is over `latent.rope` channels.
     """
 
     family: str
@@ -84,6 +83,8 @@ class ModelConfig:
     activation: str
     max_context: int
     eos: tuple[int, ...]
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     @classmethod
     def from_checkpoint_config(cls, raw: Raw) -> ModelConfig:
@@ -110,18 +111,18 @@ class ModelConfig:
                 )
         if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise ConfigError(PARTIAL)
-        hidden, heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
-        layers = _count(raw, "num_hidden_layers")
-        kv_heads = _count(raw, "num_key_value_heads", heads)
+        hidden, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
+        layers = count(raw, "num_hidden_layers")
+        kv_heads = count(raw, "num_key_value_heads", heads)
         fields: dict[str, Any] = {
             "family": family.name,
-            "vocab": _count(raw, "vocab_size"),
+            "vocab": count(raw, "vocab_size"),
             "hidden": hidden,
             "layers": layers,
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": raw.get("head_dim") or hidden // heads,
-            "intermediate": _count(raw, "intermediate_size"),
+            "intermediate": count(raw, "intermediate_size"),
             "eps": float(raw.get("rms_norm_eps", 1e-6)),
             "tied_head": bool(raw.get("tie_word_embeddings", family.name == "gemma3")),
             "qkv_bias": False,
@@ -135,7 +136,7 @@ class ModelConfig:
             "attention_softcap": None,
             "logit_softcap": None,
             "activation": raw.get("hidden_act") or "silu",
-            "max_context": _count(raw, "max_position_embeddings"),
+            "max_context": count(raw, "max_position_embeddings"),
             "eos": _ids(raw.get("eos_token_id")),
         }
         fields["rope"], fields["local_rope"] = _ropes(raw, fields["max_context"])
@@ -145,7 +146,16 @@ class ModelConfig:
         config._check()
         return config
 
+    @property
+    def rotary(self) -> int:
+        """Channels of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope
+
     def _check(self) -> None:
+        if self.experts is not None:
+            self.experts.check(self.layers)
+        if self.latent is not None:
+            self.latent.check()
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"num_key_value_heads: {self.kv_heads} does not divide "
@@ -165,7 +175,7 @@ class ModelConfig:
         if any(window is not None and window < 1 for window in self.windows):
             raise ConfigError("sliding_window: must be at least 1")
         for rope in (self.rope, self.local_rope):
-            pairs = self.head_dim // 2
+            pairs = self.rotary // 2
             if rope is not None and rope.kind == "freqs" and len(rope.divisors) != pairs:
                 raise ConfigError(
                     f"rope_parameters.divisors: {len(rope.divisors)} values; "
@@ -183,17 +193,6 @@ def find_family(raw: Raw) -> Family:
     asked = f"architectures: {names[0]!r}" if names else f"model_type: {kind!r}"
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise ConfigError(f"{asked} is not supported; supported: {known}")
-
-
-def _count(raw: Raw, key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ConfigError(f"{key}: missing from the model's configuration")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key}: {value!r} is not a positive whole number")
-    return value
 
 
 def _ids(value: object) -> tuple[int, ...]:

@@ -8,11 +8,17 @@ architecture whose block `target/model.py` can already express is one more recip
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Raw = Mapping[str, Any]
+from spec_serve.target.fields import Raw
+from spec_serve.target.sparse import (
+    deepseek_experts,
+    latent_attention,
+    mixtral_experts,
+    qwen_experts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,70 @@ def _gemma3(raw: Raw, layers: int) -> dict[str, Any]:
     }
 
 
+def _qwen2_moe(raw: Raw, layers: int) -> dict[str, Any]:
+    """Qwen2's attention; mixtures with a gated expert for all."""
+    windows = _upper_windows(raw, layers)
+    if raw.get("layer_types") is None and raw.get("use_sliding_window"):
+        # Here, unlike in Qwen2, every other layer below `max_window_layers` slides.
+        first = raw.get("max_window_layers", 28)
+        kinds = [i % 2 == 0 and i < first for i in range(layers)]
+        windows = tuple(raw.get("sliding_window") if slides else None for slides in kinds)
+    return {
+        "qkv_bias": bool(raw.get("qkv_bias", True)),
+        "windows": windows,
+        "experts": qwen_experts(raw, layers, shared=True),
+    }
+
+
+def _qwen3_moe(raw: Raw, layers: int) -> dict[str, Any]:
+    """Qwen3's attention; mixtures without an expert for all."""
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    return {
+        **_qwen3(raw, layers),
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "windows": (window,) * layers,
+        "experts": qwen_experts(raw, layers, shared=False),
+    }
+
+
+def _mixtral(raw: Raw, layers: int) -> dict[str, Any]:
+    """Mistral's attention; a mixture in every layer."""
+    return {**_mistral(raw, layers), "experts": mixtral_experts(raw, layers)}
+
+
+def _deepseek2(raw: Raw, layers: int) -> dict[str, Any]:
+    """Latent attention; dense layers first, then mixtures with softmax routing."""
+    bias = bool(raw.get("mlp_bias", False))
+    return {
+        **_latent(raw, interleaved=True),
+        "mlp_bias": bias,
+        "experts": deepseek_experts(raw, layers, third=False),
+    }
+
+
+def _deepseek3(raw: Raw, layers: int) -> dict[str, Any]:
+    """As DeepSeek-V2, with sigmoid routing and a bias per expert that balances their load."""
+    return {
+        **_latent(raw, interleaved=bool(raw.get("rope_interleave", True))),
+        "experts": deepseek_experts(raw, layers, third=True),
+    }
+
+
+def _latent(raw: Raw, interleaved: bool) -> dict[str, Any]:
+    latent = latent_attention(raw, interleaved)
+    given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    # YaRN's temperature acts on the rotated channels only, so all of the score is scaled besides.
+    factor, weight = float(given.get("factor") or 1.0), float(given.get("mscale_all_dim") or 0.0)
+    scaled = given.get("rope_type") or given.get("type") or "default"
+    temperature = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    dim = latent.nope + latent.rope
+    return {
+        "latent": latent,
+        "head_dim": dim,
+        "attention_scale": dim**-0.5 * (temperature**2 if scaled != "default" else 1.0),
+    }
+
+
 def _upper_windows(raw: Raw, layers: int) -> tuple[int | None, ...]:
     """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on slide."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
@@ -98,6 +168,12 @@ FAMILIES: tuple[Family, ...] = (
     # Qwen2's block; what follows its layers in a checkpoint are NEXTN modules (draft/nextn.py).
     Family("mimo", ("MiMoForCausalLM",), ("mimo",), _qwen2),
     Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), _qwen3),
+    Family("qwen2-moe", ("Qwen2MoeForCausalLM",), ("qwen2_moe",), _qwen2_moe),
+    Family("qwen3-moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",), _qwen3_moe),
+    Family("mixtral", ("MixtralForCausalLM",), ("mixtral",), _mixtral),
+    Family("deepseek-v2", ("DeepseekV2ForCausalLM",), ("deepseek_v2",), _deepseek2),
+    # Also what Moonlight and Kimi K2 are stored as.
+    Family("deepseek-v3", ("DeepseekV3ForCausalLM",), ("deepseek_v3", "kimi_k2"), _deepseek3),
     Family(
         "gemma3",
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +154,29 @@ class RMSNorm:
         return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype) * self.weight
 
 
+class SelfAttention(Protocol):
+    """Attention of one layer: `Attention`, or over latents (target/latent.py)."""
+
+    @property
+    def window(self) -> int | None: ...
+
+    def rows(self, rows: int) -> int:
+        """Rows that `rows` are computed as, see `Linear.rows`."""
+        ...
+
+    def __call__(self, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan) -> Tensor:
+        """x: [N or more, in] -> as many rows of H; writes K and V of the N nodes to `kv`."""
+        ...
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer: `MLP`, or a mixture of experts (target/experts.py)."""
+
+    def __call__(self, x: Tensor, nodes: int | None = None) -> Tensor:
+        """x: [N or more, H] -> as many rows of H. nodes: N, rows beyond are padding; None = all."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Self-attention of one layer; `qkv` maps to query heads, then K heads, then V heads."""
@@ -167,6 +191,10 @@ class Attention:
     softcap: float | None = None
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+
+    def rows(self, rows: int) -> int:
+        """See `SelfAttention`."""
+        return self.qkv.rows(rows)
 
     def __call__(self, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan) -> Tensor:
         """x: [N or more, in] -> as many rows of H; writes K and V of the N nodes to `kv`.
@@ -200,8 +228,8 @@ class MLP:
     down: Linear
     act: Activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [N, H] -> [N, H]."""
+    def __call__(self, x: Tensor, nodes: int | None = None) -> Tensor:
+        """x: [N, H] -> [N, H]; padding is computed like all other rows."""
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(self.act(gate).mul_(up))
 
@@ -211,9 +239,9 @@ class Block:
     """A pre-norm decoder layer; the two after-norms are Gemma's."""
 
     attention_norm: RMSNorm
-    attention: Attention
+    attention: SelfAttention
     mlp_norm: RMSNorm
-    mlp: MLP
+    mlp: FeedForward
     after_attention: RMSNorm | None = None
     after_mlp: RMSNorm | None = None
 
@@ -224,5 +252,5 @@ class Block:
         """
         mixed = self.attention(self.attention_norm(x), rotation, kv, plan)
         x = x + (mixed if self.after_attention is None else self.after_attention(mixed))
-        made = self.mlp(self.mlp_norm(x))
+        made = self.mlp(self.mlp_norm(x), rotation[0].shape[0])
         return x.add_(made if self.after_mlp is None else self.after_mlp(made))

@@ -18,8 +18,20 @@ from torch import Tensor
 from spec_serve.cache.batch import TreeBatch
 from spec_serve.cache.pool import KVSpec, LayerKV
 from spec_serve.kernels.base import AttentionPlan
+from spec_serve.kernels.grouped import pick_grouped
 from spec_serve.target.config import ConfigError, ModelConfig
-from spec_serve.target.layers import MLP, Attention, Block, Linear, RMSNorm, activation
+from spec_serve.target.experts import expert_tensors, read_mixture
+from spec_serve.target.latent import latent_tensors, read_latent
+from spec_serve.target.layers import (
+    MLP,
+    Attention,
+    Block,
+    FeedForward,
+    Linear,
+    RMSNorm,
+    SelfAttention,
+    activation,
+)
 from spec_serve.target.operations import Operations, TorchOperations, fits_triton
 from spec_serve.target.quantised_checkpoint import QuantisedCheckpoint
 from spec_serve.target.rope import Rotary
@@ -101,18 +113,17 @@ class Transformer:
         self.operations: Operations = TorchOperations()
         # Rounded to the model's dtype, because the models were trained with the rounded factor.
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
-        self._rotary = Rotary(config.rope, config.head_dim, dtype, self.device)
+        self._rotary = Rotary(config.rope, config.rotary, dtype, self.device)
         self._local_rotary = (
             None
             if config.local_rope is None
-            else Rotary(config.local_rope, config.head_dim, dtype, self.device)
+            else Rotary(config.local_rope, config.rotary, dtype, self.device)
         )
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """K/V each layer keeps per token."""
-        config = self.config
-        return (KVSpec(config.kv_heads, config.head_dim, self.dtype),) * config.layers
+        return (kv_spec(self.config, self.dtype),) * self.config.layers
 
     @property
     def precision(self) -> str:
@@ -148,16 +159,14 @@ class Transformer:
         with torch.inference_mode():
             x = self.embed(batch.tokens)  # [N, H]
             nodes = x.shape[0]
-            padding = self.blocks[0].attention.qkv.rows(nodes) - nodes
+            padding = self.blocks[0].attention.rows(nodes) - nodes
             if padding:  # once here instead of in every linear map
                 x = F.pad(x, (0, 0, 0, padding))
             rotation = self._rotary.at(batch.positions)
             local = rotation
             if self._local_rotary is not None:
                 local = self._local_rotary.at(batch.positions)
-            x, tapped = self.operations.through(
-                self.blocks, x, rotation, local, layers, plan, taps
-            )
+            x, tapped = self.operations.through(self.blocks, x, rotation, local, layers, plan, taps)
             features = torch.cat([tapped[tap][:nodes] for tap in taps], -1) if taps else None
             hidden = self.operations.norm(self.norm, x.index_select(0, batch.logits_at))  # [M, H]
             return TargetOut(self.head(hidden), features, hidden)
@@ -176,7 +185,7 @@ class _Reader:
     ) -> None:
         self._weights = weights
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._progress: Progress | None = None
         self._total = self._done = 0
         self.prefix = prefix
@@ -185,14 +194,14 @@ class _Reader:
     def report_to(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total = progress, total
 
-    def tensor(self, name: str) -> Tensor:
-        held = self._weights.tensor(name, self._dtype).to(self._device)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        held = self._weights.tensor(name, dtype or self._dtype).to(self.device)
         self._count(held.numel())
         return held
 
     def stacked(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> Tensor:
         """Tensors of `sizes` rows one below the other, each read straight into its place."""
-        out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self._device)
+        out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self.device)
         for name, part in zip(names, out.split_with_sizes(list(sizes)), strict=True):
             part.copy_(self._weights.tensor(name, self._dtype))
             self._count(part.numel())
@@ -204,7 +213,7 @@ class _Reader:
             return None
         from spec_serve.target.linears import quantised_linear  # needs Triton
 
-        parts = [self._weights.codes(name, self._device) for name in names]
+        parts = [self._weights.codes(name, self.device) for name in names]
         made = quantised_linear(parts, bias, self._dtype)
         if made is not None:
             self._count(made.outputs * made.inputs)
@@ -216,6 +225,17 @@ class _Reader:
             self._progress(self._done, self._total)
 
 
+@dataclass(frozen=True, slots=True)
+class _Below:
+    """One layer's tensors, by their names below it."""
+
+    reader: _Reader
+    layer: str
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.reader.tensor(self.layer + name, dtype)
+
+
 def expected_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor a checkpoint must hold: (name, shape); the head is left to the caller."""
     hidden, inner, dim = config.hidden, config.intermediate, config.head_dim
@@ -225,11 +245,13 @@ def expected_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tu
     norms = ["input_layernorm", "post_attention_layernorm"]
     if config.sandwich_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    linears = (
+    attention = (
         ("self_attn.q_proj", q, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv, hidden, config.qkv_bias),
         ("self_attn.v_proj", kv, hidden, config.qkv_bias),
         ("self_attn.o_proj", hidden, q, config.o_bias),
+    )
+    mlp = (
         ("mlp.gate_proj", inner, hidden, config.mlp_bias),
         ("mlp.up_proj", inner, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
@@ -241,10 +263,27 @@ def expected_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tu
         if config.qk_norm:
             yield layer + "self_attn.q_norm.weight", (dim,)
             yield layer + "self_attn.k_norm.weight", (dim,)
-        for name, outputs, inputs, bias in linears:
+        mixture = config.experts is not None and config.experts.layers[i]
+        for name, outputs, inputs, bias in (
+            *(() if config.latent else attention),
+            *(() if mixture else mlp),
+        ):
             yield f"{layer}{name}.weight", (outputs, inputs)
             if bias:
                 yield f"{layer}{name}.bias", (outputs,)
+        if config.latent is not None:
+            for name, shape in latent_tensors(config.latent, config.heads, hidden):
+                yield layer + name, shape
+        if mixture and config.experts is not None:
+            for name, shape in expert_tensors(config.experts, hidden):
+                yield layer + name, shape
+
+
+def kv_spec(config: ModelConfig, dtype: torch.dtype) -> KVSpec:
+    """What a layer of the model keeps per token."""
+    if config.latent is not None:
+        return KVSpec(1, config.latent.key, dtype, config.latent.kv_rank)
+    return KVSpec(config.kv_heads, config.head_dim, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +324,7 @@ def layout(weights: Weights, config: ModelConfig) -> Layout:
 
 def _read_block(config: ModelConfig, reader: _Reader, i: int) -> Block:
     layer = f"{reader.prefix}layers.{i}."
+    below = _Below(reader, layer)
     hidden, dim = config.hidden, config.head_dim
     q, kv = config.heads * dim, config.kv_heads * dim
 
@@ -302,29 +342,41 @@ def _read_block(config: ModelConfig, reader: _Reader, i: int) -> Block:
         weight = reader.stacked(weights, sizes, inputs)
         return Linear(weight, offset)
 
-    attention = Attention(
-        qkv=linear(
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            (q, kv, kv),
-            hidden,
-            config.qkv_bias,
-        ),
-        out=linear(("self_attn.o_proj",), (hidden,), q, config.o_bias),
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=dim,
-        scale=config.attention_scale,
-        window=config.windows[i],
-        softcap=config.attention_softcap,
-        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-    )
+    def plain_attention() -> Attention:
+        return Attention(
+            qkv=linear(
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                (q, kv, kv),
+                hidden,
+                config.qkv_bias,
+            ),
+            out=linear(("self_attn.o_proj",), (hidden,), q, config.o_bias),
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=dim,
+            scale=config.attention_scale,
+            window=config.windows[i],
+            softcap=config.attention_softcap,
+            q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+        )
+
+    attention: SelfAttention
+    if config.latent is not None:
+        attention = read_latent(config.latent, config.heads, config.attention_scale, below)
+    else:
+        attention = plain_attention()
     inner = config.intermediate
-    mlp = MLP(
-        linear(("mlp.gate_proj", "mlp.up_proj"), (inner, inner), hidden, config.mlp_bias),
-        linear(("mlp.down_proj",), (hidden,), inner, config.mlp_bias),
-        activation(config.activation),
-    )
+    act = activation(config.activation)
+    mlp: FeedForward
+    if config.experts is not None and config.experts.layers[i]:
+        mlp = read_mixture(config.experts, below, act, pick_grouped(reader.device))
+    else:
+        mlp = MLP(
+            linear(("mlp.gate_proj", "mlp.up_proj"), (inner, inner), hidden, config.mlp_bias),
+            linear(("mlp.down_proj",), (hidden,), inner, config.mlp_bias),
+            act,
+        )
     after = "post_attention_layernorm"
     if not config.sandwich_norms:
         return Block(norm("input_layernorm"), attention, norm(after), mlp)

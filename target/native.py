@@ -235,6 +235,10 @@ def unfit(checkpoint: Checkpoint, quantize: str = "none") -> str:
     except native.NativeUnavailable as error:
         return f"compiled kernels: {error}"
     config = ModelConfig.from_checkpoint_config(checkpoint.config)
+    if config.experts is not None:
+        return "a mixture of experts"
+    if config.latent is not None:
+        return "latent attention"
     shapes = layout(checkpoint, config).shapes
     kinds = {checkpoint.kind(name) for name, shape in shapes.items() if len(shape) == 2}
     if quantize == "none" and not kinds & set(native.FORMS):

@@ -96,7 +96,9 @@ def test_case_12_sampling_surface_is_exact_per_node(
     assert {name: one.tokens for name, one in zip(ways, done, strict=True)} == expected
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "qwen2", "qwen3", "gemma3", "qwen2-moe", "deepseek-v3"]
+)
 def test_other_families(family: str) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "seed": 1}
     expected = tokens(engine(family=family), PROMPT, 40, **options)

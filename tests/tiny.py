@@ -21,6 +21,7 @@ from spec_serve.target.config import ModelConfig
 from spec_serve.target.model import Transformer, expected_tensors, load_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+SPARSE = ("qwen2-moe", "qwen3-moe", "mixtral", "deepseek-v2", "deepseek-v3")
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("Ġ", "the"), ("e", "r"), ("o", "n"))
 VOCAB = 300  # 256 bytes, 7 merges, 3 special tokens and some rows no text uses, as in real models
@@ -35,7 +36,31 @@ _ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "mixtral": ("MixtralForCausalLM", "mixtral"),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
 }
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen2-moe": {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3-moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "deepseek-v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
+    "deepseek-v3": {**_DEEPSEEK, "norm_topk_prob": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +118,7 @@ def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
             rope_theta=1_000_000.0,
             rope_local_base_freq=10000.0,
         )
-    return {**config, **overrides}
+    return {**config, **_OWN.get(family, {}), **overrides}
 
 
 def tiny_checkpoint(family: str = "llama", seed: int = 0, **overrides: Any) -> MemoryCheckpoint:
