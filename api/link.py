@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from typing import Protocol
 
 from spec_serve.api.engine_thread import EngineThread
@@ -207,6 +208,15 @@ class Ledger:
         self.deliver(lost)
 
 
+@cache
+def host_froze() -> bool:
+    """Whether the host had frozen its objects before the first link of this process.
+
+    Then it is left so: thawing can't tell ours from its own. Asked once, as counting walks all.
+    """
+    return gc.get_freeze_count() > 0
+
+
 class ThreadLink:
     """The engine's own thread, best the one that loaded it (api/engine_thread.py says why).
 
@@ -246,8 +256,9 @@ class ThreadLink:
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL)
         # Weights, tables and modules live as long as the process: never walk them again.
-        gc.collect()
-        gc.freeze()
+        if not host_froze():
+            gc.collect()
+            gc.freeze()
         self._started = True
         if self._engine.blocks is not None:
             self._engine.blocks.changed = self._cache_changed
@@ -263,7 +274,8 @@ class ThreadLink:
             # The last publish needs the loop, so the loop must not wait for the thread itself.
             ended = await loop.run_in_executor(None, self._thread.join, within_s)
             sys.setswitchinterval(self._interval)
-            gc.unfreeze()
+            if not host_froze():
+                gc.unfreeze()
         else:
             self._thread.close()
         await asyncio.sleep(0)

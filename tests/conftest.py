@@ -4,6 +4,7 @@ Knows nothing of models or of the engine; fixtures that build those stand beside
 use them. `SPEC_SERVE_CACHE` is left alone, so that real models are fetched once, not once a run.
 """
 
+import gc
 import os
 import random
 
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no collection of garbage walks it again.
+
+    Every server that starts in this process asks for one, and there are hundreds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
