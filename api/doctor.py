@@ -49,7 +49,7 @@ KERNELS = {
     "torch": (),
     "triton": ("triton",),
     "flashinfer": ("flashinfer",),
-    "flash_attn": ("vllm_flash_attn", "vllm/vllm_flash_attn"),
+    "flash-attn": ("vllm/vllm_flash_attn", "vllm_flash_attn"),
 }
 
 
@@ -150,9 +150,16 @@ def kernels() -> Iterator[Finding]:
     yield compiled()
     import torch
 
-    from spec_serve.kernels.base import pick_backend
+    from spec_serve.kernels.base import pick_backend, unfit
 
     gpu = torch.cuda.is_available()
+    device = "cuda" if gpu else "cpu"
+    try:
+        reason = unfit(torch.device(device), "triton")
+    except Exception as error:  # a driver that does not answer
+        yield Finding("attention", "auto", False, told(error))
+    else:
+        yield Finding("attention", "auto", True, f"torch: {reason}" if reason else "triton")
     for name, places in KERNELS.items():
         found = [place for place in places if present(place)]
         if places and not found:
@@ -165,7 +172,7 @@ def kernels() -> Iterator[Finding]:
         try:
             if library:
                 importlib.import_module(library)
-            made = pick_backend("cuda" if gpu else "cpu", name)
+            made = pick_backend(device, name)
         except Exception as error:  # whatever a broken library raises on import
             why = f"{library} is installed; " if library else ""
             yield Finding("attention", name, False, why + told(error))

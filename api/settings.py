@@ -140,7 +140,8 @@ SETTINGS: tuple[Setting, ...] = (
         "Python module whose functions they may call", "MODULE",
     ),
     Setting(
-        "attention", KERNELS, "text", "auto", "attention: auto, torch, triton or flashinfer", "NAME"
+        "attention", KERNELS, "text", "auto",
+        "attention: auto, torch, triton, flashinfer or flash-attn", "NAME",
     ),
     Setting(
         "cuda-graphs", KERNELS, "text", "auto",

@@ -9,6 +9,7 @@ row's twig, its ancestors and itself.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -55,7 +56,7 @@ class AttentionBackend(Protocol):
 
 def pick_backend(device: torch.device | str, name: str = "auto") -> AttentionBackend:
     """The backend for a device: "torch" (the reference, which runs anywhere), "triton",
-    "flashinfer" or "auto".
+    "flashinfer", "flash-attn" or "auto".
 
     auto: Triton's on an NVIDIA GPU that it serves, else torch's. On a CPU attention is exact: a
     token's bits do not depend on the tree it was computed in. ValueError says why not.
@@ -63,28 +64,34 @@ def pick_backend(device: torch.device | str, name: str = "auto") -> AttentionBac
     from spec_serve.kernels.reference import TorchAttention
 
     device = torch.device(device)
-    if name not in ("auto", "torch", "triton", "flashinfer"):
-        choices = "auto, torch, triton or flashinfer"
+    if name not in ("auto", "torch", *_MAKERS):
+        choices = "auto, torch, triton, flashinfer or flash-attn"
         raise ValueError(f"attention: unknown backend {name!r}; choose {choices}")
     if name != "torch":
-        library = "flashinfer" if name == "flashinfer" else "triton"
-        reason = _unfit(device, library)
+        library = "triton" if name == "auto" else name
+        reason = unfit(device, library)
         if not reason:
-            return _triton(device) if library == "triton" else _flashinfer(device)
+            return _MAKERS[library](device)
         if name != "auto":
             raise ValueError(f"attention: {reason}")
     return TorchAttention(exact=device.type == "cpu")
 
 
-def _unfit(device: torch.device, library: str) -> str:
-    """Why a library's kernels can't run on a device; empty if they can."""
+def unfit(device: torch.device, library: str) -> str:
+    """Why the kernels of "triton", "flashinfer" or "flash-attn" can't run on a device; empty if
+    they can."""
     if device.type != "cuda":
         return f"{library}'s kernels run on NVIDIA GPUs, not on {device.type}"
     if not torch.cuda.is_available():
         return f"{library}'s kernels need an NVIDIA GPU, and torch finds none"
     if torch.cuda.get_device_capability(device) < OLDEST:
         return f"{library}'s kernels need compute capability {OLDEST[0]}.{OLDEST[1]}"
-    if importlib.util.find_spec(library) is None:
+    if library == "flash-attn":
+        from spec_serve.kernels.flash_attn import place
+
+        if not place():
+            return "vllm-flash-attn is not installed; pip install 'spec-serve[flash-attn]'"
+    elif importlib.util.find_spec(library) is None:
         return f"{library} is not installed; pip install 'spec-serve[gpu]'"
     return ""
 
@@ -95,9 +102,22 @@ def _flashinfer(device: torch.device) -> AttentionBackend:
     return FlashInferAttention(device)
 
 
+def _flash_attn(device: torch.device) -> AttentionBackend:
+    from spec_serve.kernels.flash_attn import FlashAttention
+
+    return FlashAttention(device)
+
+
 def _triton(device: torch.device) -> AttentionBackend:
     from spec_serve.kernels.attention_tuning import TunedTiles
     from spec_serve.kernels.tree_attention import TritonAttention
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return TritonAttention(processors, TunedTiles(device))
+
+
+_MAKERS: dict[str, Callable[[torch.device], AttentionBackend]] = {
+    "triton": lambda device: _triton(device),  # looked up when it is called: tests replace it
+    "flashinfer": _flashinfer,
+    "flash-attn": _flash_attn,
+}

@@ -86,9 +86,10 @@ def test_libraries_of_kernels_are_found_alone_and_inside_vllm(
     assert "vllm" not in sys.modules
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = by_name(doctor.kernels())
-    assert "but there is no GPU" in found["flash_attn"].said
-    assert not found["flash_attn"].works
+    assert "but there is no GPU" in found["flash-attn"].said
+    assert not found["flash-attn"].works
     assert found["torch"].works
+    assert found["auto"].said.startswith("torch: triton's kernels run on NVIDIA GPUs, not on cpu")
 
 
 def test_a_library_that_does_not_load_says_why(
