@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spec_serve.api import cli_train
-from spec_serve.api.adapt_link import CURRENT, current
 from spec_serve.api.cli_flags import say
 from spec_serve.api.settings import Settings
+from spec_serve.spec.adapt_link import CURRENT, current
 
 if TYPE_CHECKING:
     from spec_serve.draft.train.judge import Verdict
@@ -62,6 +62,10 @@ def adapt(given: argparse.Namespace, settings: Settings, bar: Bar) -> None:
         if verdict.better:
             say(f"served from now on: {_swap(root, Path(given.out), verdict)}")
     shutil.rmtree(run.root)
+
+
+KEPT = 3
+"""Heads that stay in the folder: the one that is served, and two to go back to."""
 
 
 def _part(root: Path, run: Folder, judged: Folder, given: argparse.Namespace) -> int:
@@ -116,7 +120,3 @@ def _swap(root: Path, head: Path, verdict: Verdict) -> Path:
     for old in sorted(path for path in heads.iterdir() if path.name.isdigit())[:-KEPT]:
         shutil.rmtree(old)
     return kept
-
-
-KEPT = 3
-"""Heads that stay in the folder: the one that is served, and two to go back to."""

@@ -27,7 +27,7 @@ class TrafficKeeper:
         try:
             self._traffic: Traffic | None = Traffic(folder, most_bytes)
         except OSError as error:
-            raise OSError(f"adapt: {folder}: {error.strerror or error}") from error
+            raise OSError(f"adapt-folder: {folder}: {error.strerror or error}") from error
         self._salted = salted
         self._live: dict[tuple[str, int], list[int]] = {}
 

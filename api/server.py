@@ -29,6 +29,7 @@ from spec_serve.api import (
     program_routes,
     tls,
 )
+from spec_serve.api.adapt_traffic import TrafficKeeper
 from spec_serve.api.auth import configured
 from spec_serve.api.calls import Route
 from spec_serve.api.convert import TextTokens, read_generation_config, sampling_defaults
@@ -130,6 +131,11 @@ class Server:
         if settings.otel_endpoint:
             self.traces = Traces(exporter(settings.otel_endpoint), self.service.model)
             self.link.observers.append(self.traces.observe)
+        self._keeper: TrafficKeeper | None = None
+        if settings.adapt_folder:
+            most = settings.adapt_mib << 20
+            self._keeper = TrafficKeeper(Path(settings.adapt_folder), most, settings.adapt_salted)
+            self.link.observers.append(self._keeper.observe)
         self.feed = Feed() if settings.kv_events else None
         self._publisher = Publisher(self.feed, settings) if self.feed is not None else None
         if self.feed is not None:
@@ -323,6 +329,8 @@ class Server:
         if not await self.link.stop():
             log.error("the engine is still in its last step")
         self.service.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._publisher is not None:
             self._publisher.close()
         if self.traces is not None:

@@ -28,7 +28,8 @@ class ServeSettings:
     and prompt tokens that may wait, 0 = no bound. *_timeout_s: 0 = none. key_*: per key, 0 = none.
     kv_events: ZMQ address, or grpc for subscribers by gRPC alone, "" = none.
     otel_endpoint: OTLP over HTTP, "" = none. programs: a folder of compiled programs, "" = none;
-    program_functions: the Python module whose functions they may call.
+    program_functions: the Python module whose functions they may call. adapt_folder: where traffic
+    is kept as token ids, "" = nowhere; adapt_mib: how much; adapt_salted: also with a cache salt.
     """
 
     host: str = "127.0.0.1"
@@ -64,3 +65,6 @@ class ServeSettings:
     otel_endpoint: str = ""
     programs: str = ""
     program_functions: str = ""
+    adapt_folder: str = ""
+    adapt_mib: int = 64
+    adapt_salted: bool = False

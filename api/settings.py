@@ -70,10 +70,11 @@ MODEL, MEMORY, SPECULATION = "model", "memory and batching", "speculation"
 SERVER, SECURITY, LIMITS = "server", "security", "limits"
 TRANSPORTS, METRICS = "transports", "metrics and traces"
 LOGGING, PROCESS = "logging", "process"
-KERNELS = "kernels"
+KERNELS, ADAPTING = "kernels", "adapting"
 ENGINE_GROUPS = (MODEL, MEMORY, SPECULATION, KERNELS)
 EVERYDAY = (MODEL, MEMORY, SPECULATION, SERVER, PROCESS)  # what --help shows
-FURTHER = (KERNELS, TRANSPORTS, SECURITY, LIMITS, LOGGING, METRICS)  # what --help-all shows too
+# What --help-all shows too.
+FURTHER = (KERNELS, ADAPTING, TRANSPORTS, SECURITY, LIMITS, LOGGING, METRICS)
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("target", MODEL, "text", "", "model to serve: path, short name or hub id", "MODEL"),
@@ -152,6 +153,15 @@ SETTINGS: tuple[Setting, ...] = (
         "activations", KERNELS, "text", "16",
         "bits of activations in compiled CPU kernels: 8 is quicker and less exact",
         choices=("16", "8"),
+    ),
+    Setting(
+        "adapt-folder", ADAPTING, "text", "",
+        "keep token ids of this server's traffic there, for `spec-serve train --adapt`, and serve "
+        "the better head it makes; empty = keep nothing", "DIR",
+    ),
+    Setting("adapt-mib", ADAPTING, "whole", 64, "MiB of traffic kept at most", "N", low=1),
+    Setting(
+        "adapt-salted", ADAPTING, "switch", False, "keep requests with a cache salt too"
     ),
     Setting("page", TRANSPORTS, "text", "on", "the chat page at /", choices=("on", "off")),
     Setting(
@@ -280,7 +290,8 @@ class Settings:
         if not self["target"]:
             raise SettingError("target: say which model to use, for example --target MODEL")
         fields = {s.field: chosen.value for s, chosen in self if s.group in ENGINE_GROUPS}
-        return {**fields, "block_events": BLOCK_TOKENS if self["kv-events"] else 0}
+        blocks = BLOCK_TOKENS if self["kv-events"] else 0
+        return {**fields, "block_events": blocks, "adapt_folder": self["adapt-folder"]}
 
     def serve_settings(self) -> ServeSettings:
         """What the server needs."""

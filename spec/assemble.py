@@ -49,7 +49,8 @@ class EngineOptions:
     for any request, and no look-up or draft is kept. quantize: how plain weights are held by the
     compiled model on a CPU; activations: bits it rounds activations to, 16 or 8. draft_taps: the
     target's boundaries a head reads ("2,15,27"), where its own configuration is not to be followed.
-    cuda_graphs: auto = steps are recorded at start where they can be, off = never.
+    cuda_graphs: auto = steps are recorded at start where they can be, off = never. adapt_folder:
+    where a better head than the one of `draft` may appear (spec/adapt.py), "" = nowhere.
     """
 
     target: str
@@ -69,6 +70,7 @@ class EngineOptions:
     activations: str = "16"
     draft_taps: str = ""
     cuda_graphs: str = "auto"
+    adapt_folder: str = ""
 
 
 def _unseen(share: float) -> None:

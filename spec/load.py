@@ -7,14 +7,18 @@ Options are checked, and target and draft compared, before anything large is rea
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from spec_serve.draft.base import Drafter
 from spec_serve.draft.make import parse_draft, parse_taps
 from spec_serve.draft.standalone import real_vocabulary
 from spec_serve.kernels.base import pick_backend
 from spec_serve.kernels.cpu.quantise import QUANTISERS
+from spec_serve.spec.adapt import ExchangeableHead
+from spec_serve.spec.adapt_link import adapted
 from spec_serve.spec.assemble import EngineOptions, assemble
 from spec_serve.spec.drafting import DraftLoader
 from spec_serve.spec.engine import Engine
@@ -99,10 +103,14 @@ def _load(
         checkpoint.close()
 
 
+def _no_model(path: Path) -> Model:
+    raise ValueError(f"{path} is a whole model, not a head")
+
+
 def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[Engine, Tokenizer]:
     """Load what `options` names. Raises ValueError (with the option's name) for what can't be."""
     check_options(options)
-    choice = parse_draft(options.draft)
+    choice = parse_draft(adapted(options.draft, options.adapt_folder))
     device = pick_device(options.device)
     dtype = DTYPES.get(options.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
     pick_backend(device, options.attention)
@@ -122,6 +130,16 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
     if drafter is not None and drafter.taps:
         progress("trying the head", 0.0)
         told = loader.rehearse(target, drafter).told(drafter.name)
+    following: ExchangeableHead | None = None
+    if options.adapt_folder and told and choice.model is not None and device.type == "cpu":
+        assert drafter is not None
+
+        def another(head: Path) -> Drafter | None:
+            named = replace(choice, model=str(head), nextn=False)
+            found = DraftLoader(named, options, path, tokenizer, device, dtype, False)
+            return found.drafter(target, _no_model)
+
+        drafter = following = ExchangeableHead(drafter, Path(options.adapt_folder), another)
     progress("measuring", 0.0)
     engine = assemble(
         target,
@@ -133,5 +151,7 @@ def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[E
         draft_told=told,
         progress=lambda share: progress("recording graphs", share),
     )
+    if following is not None:
+        following.exchanged = engine.flush
     progress("ready", 1.0)
     return engine, tokenizer

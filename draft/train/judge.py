@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ def verdict(old: Sequence[tuple[int, int]], new: Sequence[tuple[int, int]]) -> V
     mean = sum(saved) / max(count, 1)
     spread = sqrt(sum((one - mean) ** 2 for one in saved) / max(count - 1, 1))
     error = spread * sqrt(count)
-    sure = sum(saved) / error if error > 0 else 0.0
+    sure = sum(saved) / error if error > 0 else inf if mean > 0 else 0.0
     tokens = sum(tokens for tokens, _ in old)
     return Verdict(
         count,

@@ -26,7 +26,9 @@ from spec_serve.draft.train.code_prompts import code_prompts
 from spec_serve.draft.train.loop import Told, TrainOptions
 from spec_serve.draft.train.plot import plot
 from spec_serve.draft.train.session import Folder, Ready, capture, prepare, read_log, train
+from spec_serve.draft.train.traffic import Traffic
 from spec_serve.kernels.reference import TorchAttention
+from spec_serve.spec.adapt_link import adapted, current
 from spec_serve.target.config import ModelConfig
 from spec_serve.target.weights import open_checkpoint
 from tests.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_model, write_tiny_model_dir
@@ -211,6 +213,8 @@ def test_the_command_makes_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert head.config.taps == (2, 3, 3) and head.config.draft_vocab == 120
     assert sum(1 for _ in read_answers(Folder(folder).answers)) == 60
     adapt(model, folder / "head", tmp_path)
+    adapt_from_traffic(model, folder / "head", tmp_path)
+    assert "better" in capsys.readouterr().err
     assert cli.main([*argv, "--stages", "bake"]) == 2
     assert cli.main([*argv, "--folder", str(tmp_path / "new"), "--stages", "train"]) == 1
     assert "no captured sequences" in capsys.readouterr().err
@@ -234,6 +238,29 @@ def adapt(model: Path, head: Path, root: Path) -> None:
     log = read_log(run)
     assert log[0]["step"] == 0 and log[0]["depths"] == log[-1]["depths"]
     assert not run.best.exists() and not (run.root / "head").exists()
+
+
+def adapt_from_traffic(model: Path, head: Path, root: Path) -> None:
+    """What a server kept makes its head better, and `current` names the better one."""
+    kept = root / "server"
+    argv = [
+        "train", "--target", str(model), "--adapt", str(head), "--from", str(kept), "--every", "4",
+        "--unrolled", "2", "--batch-pairs", "64", "--pairs", "800", "--quiet", "--learning-rate",
+    ]  # fmt: skip
+    assert cli.main([*argv, "5e-3"]) == 1  # no such folder
+    ring = Traffic(kept, 1 << 20)
+    said = [one for one in read_answers(head.parent / "answers.jsonl") if not one.temperature]
+    for i in range(12):  # servers are asked the same again and again
+        ring.add(said[i % 2].prompt, said[i % 2].answer, 0.0)
+    ring.close()
+    assert cli.main([*argv, "1e-9"]) == 0
+    assert current(kept) is None and adapted("lookup+x", str(kept)) == "lookup+x"
+    assert cli.main([*argv, "5e-3"]) == 0
+    found = current(kept)
+    assert found is not None and found.name == "00001" and not (kept / "candidate").exists()
+    assert adapted("lookup+x", str(kept)) == f"lookup+{found}"
+    verdict = json.loads((found / "judged.json").read_text())
+    assert verdict["candidate"] > 1.2 * verdict["served"] and verdict["answers"] == 1
 
 
 def test_a_plot_of_nothing_is_nothing() -> None:
