@@ -1,9 +1,10 @@
-"""One program four ways: run by the server, compiled here, interpreted, and as OpenAI's HTTP calls.
+"""One program several ways: by the server, compiled here, interpreted, and as OpenAI's HTTP calls.
 
-The program extracts from a ticket: three choices, look-ups that take `--page-s` each, and four
-answers, of which two need them. All ways lead the same conversation with the same server, by turns,
-each time on another ticket; and once more with look-ups that take no time, so that the gain comes
-apart. Run it as `python -m spec_serve.bench.programs --url ws://host:port`. Starts no server.
+The program extracts from a ticket: three choices, four fields of one answer, look-ups that take
+`--page-s` each, and four answers, of which two need them. All ways lead the same conversation with
+the same server, by turns, each time on another ticket; and once more with look-ups that take no
+time, so that the gain comes apart. "apart" is compiled here, each generation a request of its own.
+Run it as `spec-serve bench programs --url ws://host:port`. Starts no server.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ FORM = {
     "urgency": ["low", "high"],
     "team": ["office", "operations", "development"],
 }
+FIELDS = ("Customer", "Table", "Since", "Cause")
 OF_THE_TICKET = ("Sum it up.", "What does the customer lose?")
 OF_THE_PAGES = ("Name one step.", "Who is to be asked?")
 PAGES = ("notes", "people", "contract")
 TICKET = "Query {:05d} on table {} is slow since the migration."
-LIMIT = 16
-WAYS = ("beside", "compiled", "interpreted", "plain")
+LIMIT, FIELD_LIMIT = 16, 6
+WAYS = ("beside", "compiled", "apart", "interpreted", "plain")
 
 
 class Pages:
@@ -50,10 +52,13 @@ class Pages:
 
 
 class Here:
-    """A backend whose server runs no programs: each operation is asked for by itself."""
+    """A backend whose server runs no programs: each operation is asked for by itself.
 
-    def __init__(self, inner: ClientBackend) -> None:
-        self._inner = inner
+    fuses: but for generations with known text between, which are one request.
+    """
+
+    def __init__(self, inner: ClientBackend, fuses: bool) -> None:
+        self._inner, self.fuses = inner, fuses
 
     async def pieces(self, question: Question) -> list[list[int]]:
         """As the inner one."""
@@ -84,14 +89,24 @@ def program(pages: Pages) -> ss.Program:
             s += ss.assistant(ss.select(name, choices))
             await s[name]
             begun = ()
+        s += ss.user("Fill in the form.")
+        s += ss.assistant(*filled())
         first = await answers(s, OF_THE_TICKET)
         seen: list[Any] = []
         for name in pages.names:
             seen += [await s.call(pages.fetch, name), "\n"]
         then = await answers(s, OF_THE_PAGES, *seen)
-        return [*(s[name] for name in FORM), *first, *then]
+        return [*(s[name] for name in (*FORM, *FIELDS)), *first, *then]
 
     return extract
+
+
+def filled() -> list[Any]:
+    """Parts of a turn: names of fields, and what the model writes behind them."""
+    parts: list[Any] = []
+    for name in FIELDS:
+        parts += [f"{name}:", ss.gen(name, max_tokens=FIELD_LIMIT, ignore_eos=True), "\n"]
+    return parts
 
 
 async def answers(s: ss.State, questions: Sequence[str], *before: Any) -> list[ss.Value]:
@@ -108,8 +123,8 @@ async def plain(http: str, pages: Pages, ticket: str) -> list[str]:
     """The same conversation by chat completions, one after the other."""
     turns = [{"role": "system", "content": SYSTEM}]
 
-    def ask(messages: list[dict[str, str]], choices: list[str] | None) -> str:
-        body: dict[str, Any] = {"model": "", "messages": messages, "max_tokens": LIMIT}
+    def ask(messages: list[dict[str, str]], choices: list[str] | None, most: int) -> str:
+        body: dict[str, Any] = {"model": "", "messages": messages, "max_tokens": most}
         if choices is None:
             body["ignore_eos"] = True
         else:
@@ -121,10 +136,10 @@ async def plain(http: str, pages: Pages, ticket: str) -> list[str]:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return str(json.load(answer)["choices"][0]["message"]["content"])
 
-    async def chat(text: str, choices: list[str] | None = None) -> str:
+    async def chat(text: str, choices: list[str] | None = None, keep: int = 0) -> str:
         messages = [*turns, {"role": "user", "content": text}]
-        said = await asyncio.to_thread(ask, messages, choices)
-        if choices is not None:
+        said = await asyncio.to_thread(ask, messages, choices, keep or LIMIT)
+        if choices is not None or keep:
             turns[:] = [*messages, {"role": "assistant", "content": said}]
         return said
 
@@ -132,6 +147,7 @@ async def plain(http: str, pages: Pages, ticket: str) -> list[str]:
     for name, choices in FORM.items():
         begun = "" if found else f"Ticket: {ticket}\n"
         found.append(await chat(f"{begun}What is its {name}?", choices))
+    found += [await chat(f"{name}?", keep=FIELD_LIMIT) for name in FIELDS]
     found += [await chat(question) for question in OF_THE_TICKET]
     seen = "".join([f"{await pages.fetch(name)}\n" for name in pages.names])
     return [*found, *[await chat(seen + question) for question in OF_THE_PAGES]]
@@ -145,13 +161,14 @@ async def rounds_of(client: Client, pages: Pages, rounds: int, first: int) -> tu
     extract = program(pages)
     times: Times = {name: [] for name in WAYS}
     http = client.url.replace("ws", "http", 1).removesuffix("/v1/stream")
-    here = Here(ClientBackend(client))
+    here, apart = (Here(ClientBackend(client), fuses) for fuses in (True, False))
     began = time.perf_counter()
     graph = await extract.acompile(on=client)
     compile_s = time.perf_counter() - began
     ways: dict[str, Callable[[str], Awaitable[Any]]] = {
         "beside": lambda ticket: graph.arun(ticket, on=client),
         "compiled": lambda ticket: graph.arun(ticket, on=here),
+        "apart": lambda ticket: graph.arun(ticket, on=apart),
         "interpreted": lambda ticket: extract.arun(ticket, on=client),
         "plain": lambda ticket: plain(http, pages, ticket),
     }
@@ -178,7 +195,8 @@ async def measured(url: str, page_s: float, count: int, rounds: int) -> dict[str
     hidden = (whole["interpreted"] - model["interpreted"]) - (whole["beside"] - model["beside"])
     parts = {
         "look-ups overlapped": hidden,
-        "operations known at once, prompts encoded ahead": model["interpreted"] - model["compiled"],
+        "operations known at once, prompts encoded ahead": model["interpreted"] - model["apart"],
+        "generations with text between in one request": model["apart"] - model["compiled"],
         "beside the engine": model["compiled"] - model["beside"],
         "one tree per choice, branches side by side, no HTTP": (
             model["plain"] - model["interpreted"]
