@@ -34,9 +34,10 @@ class Still:
 def _propose(drafter: Drafter, pool: KVPool, width: int, n: int) -> float:
     """Milliseconds of one guess behind n pairs of features `width` wide."""
     scratch = max(1, scratch_slots(drafter, WHOLE))
-    batch = build_batch([Twig(0, 1, chain([1] * n), range(2, n + 2), n)], pool.device)
+    # Pairs that differ, as a mixture of experts would send equal ones to the same few.
+    batch = build_batch([Twig(0, 1, chain(range(1, n + 1)), range(2, n + 2), n)], pool.device)
     last = torch.tensor([n - 1], device=pool.device)
-    taps = torch.ones(n, width, device=pool.device)
+    taps = torch.randn(n, width, generator=torch.Generator().manual_seed(0)).to(pool.device)
     seen = Seen(batch, last, last + 2, taps, False)
     grants = torch.arange(n + 2, n + 2 + scratch, device=pool.device).unsqueeze(0)
     begun = perf_counter()

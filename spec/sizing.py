@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from itertools import accumulate
+from random import Random
 from time import perf_counter, process_time
 
 import torch
@@ -25,11 +26,21 @@ WIDE = 8  # nodes at which it is measured beside one
 HELD_BACK = 64 << 20  # bytes never given to the K/V store when it is sized by what is free
 
 
+def spread(vocab: int, n: int) -> list[int]:
+    """n token ids below `vocab` of no meaning, always the same ones.
+
+    Equal tokens would be sent to the same few experts of a mixture. Those of a tree differ, though
+    less than these: n of them touch somewhat fewer experts, which live timings correct.
+    """
+    return Random(0).choices(range(vocab), k=n)
+
+
 def _timed(device: TorchDevice, n: int, context: int = 0) -> float:
     """Milliseconds of a step over a chain of n nodes behind `context` cached tokens."""
+    tokens = spread(device.model.config.vocab, n)
     state = RowSampling(Sampling(), 0, device.model.config.vocab, [1], 0, frozenset())
     slots = range(context + 1, context + n + 1)
-    job = Job([Twig(0, context, chain([1] * n, given=1), slots, 0)], [state], [0], [-1], n - 1)
+    job = Job([Twig(0, context, chain(tokens, given=1), slots, 0)], [state], [0], [-1], n - 1)
     busy, begun = process_time(), perf_counter()
     device.step(job)
     taken, busy = perf_counter() - begun, process_time() - busy
