@@ -135,7 +135,10 @@ class Trees:
         """Of all nodes [N] to their twigs: [T, heads, D] float32, and log-sums [T, heads]."""
         rows, count = self.nodes.shape
         heads, dim = q.shape[1:]
-        k, v = taken(kv.k, self.slots).float(), taken(kv.v, self.slots).float()  # [R, S, kv heads, D]
+        k, v = (
+            taken(kv.k, self.slots).float(),
+            taken(kv.v, self.slots).float(),
+        )  # [R, S, kv heads, D]
         asked = q[self.nodes].float().view(rows, count, k.shape[2], -1, dim)
         scores = torch.einsum("rnkgd,rskd->rnkgs", asked, k) * scale
         if cap:
@@ -260,9 +263,7 @@ class FlashAttnPlan(TorchPlan):
         return Parts(chains, self._trees(trees), prefixes, places, tuple(alone))
 
     def _trees(self, rows: list[tuple[int, Tensor]]) -> Trees:
-        twigs = [
-            self._batch.twig_slots[self._twig_ptr[b] : self._twig_ptr[b + 1]] for b, _ in rows
-        ]
+        twigs = [self._batch.twig_slots[self._twig_ptr[b] : self._twig_ptr[b + 1]] for b, _ in rows]
         most, size = max(len(nodes) for _, nodes in rows), max(map(len, twigs))
         device = twigs[0].device
         nodes = torch.zeros(len(rows), most, dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spec_serve.kernels.quantised import Codes, pack, piece_of
+from spec_serve.kernels.quantised import Codes, pack, piece_of, unpack
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The half byte of a word in which AWQ keeps the first, second, ... of eight outputs."""
@@ -155,7 +155,7 @@ def _integers(
             order = torch.argsort(g_idx, stable=True)
             if not torch.equal(g_idx[order].to(torch.int64), straight):
                 raise LayoutError("g_idx: groups of different sizes")
-            codes = codes[:, order]
+            codes = codes[:, order.to(codes.device)]
     return _made(codes, scale, zero, bits, group, order)
 
 
@@ -204,18 +204,23 @@ def ggml_bytes(codes: Codes) -> Tensor:
     kind = ggml_type(codes)
     assert kind, "no type of ggml's holds this matrix"
     outputs = codes.outputs
-    spread = codes.scale.half().repeat_interleave(min(codes.group, codes.inputs) // _BLOCK, 1)
     count = codes.inputs // _BLOCK
-    scale = spread[:, :count].contiguous().view(torch.uint8).view(outputs, count, 2)
-    values = codes.whole_numbers().view(outputs, count, _BLOCK)
+
+    def spread(values: Tensor) -> Tensor:  # [out, groups] -> [out, blocks, 1]
+        repeats = min(codes.group, codes.inputs) // _BLOCK
+        return values.repeat_interleave(repeats, 1)[:, :count, None]
+
+    scale = spread(codes.scale.half()).view(torch.uint8)  # [out, blocks, 2]
     if kind == "Q8_0":
-        whole = values.to(torch.int8).view(torch.uint8)
-        return torch.cat((scale, whole), 2).flatten()
-    q = (values + (8 if kind == "Q4_0" else 16)).to(torch.uint8)
+        return torch.cat((scale, codes.codes.view(outputs, count, _BLOCK) ^ 128), 2).flatten()
+    q = unpack(codes.codes, codes.piece).view(outputs, count, _BLOCK)
+    if codes.zero is not None:
+        q = q + spread(16 - codes.zero)  # bytes wrap around, and back
     low = pack((q & 15).flatten(1), _BLOCK).view(outputs, count, _BLOCK // 2)
     if kind == "Q4_0":
         return torch.cat((scale, low), 2).flatten()
-    bits = (q >> 4).view(outputs, count, 4, 8) << torch.arange(8, dtype=torch.uint8)
-    return torch.cat((scale, bits.sum(3).to(torch.uint8), low), 2).flatten()
-
-
+    fifth = (q >> 4).view(outputs, count, 4, 8)
+    bits = fifth[..., 0]
+    for i in range(1, 8):
+        bits = bits | fifth[..., i] << i
+    return torch.cat((scale, bits, low), 2).flatten()

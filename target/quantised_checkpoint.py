@@ -34,7 +34,9 @@ _WORDS = {"qweight", "qzeros", "scales", "g_idx"}
 _PACKED = {"weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"}
 _PLAIN = {"weight_scale", "weight_scale_inv", "weight_zero_point"}
 _UNUSED = {"input_scale", "input_zero_point", "output_scale", "weight_global_scale"}
+_IN_WORDS = {"qweight", "qzeros", "weight_packed"}
 _BYTES = ("F8_E4M3", "I8")
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,9 @@ class QuantisedCheckpoint:
                 f"{self.path}: {parts[kind]}: quantization_config.quant_method "
                 f"{self.scheme.method!r} has no such tensors"
             )
+        for part in _IN_WORDS & parts.keys():
+            if (found := self._held.kind(parts[part])) != "I32":
+                raise CheckpointError(f"{self.path}: {parts[part]}: {found} instead of I32")
         shape = self._held.shape(parts[kind])
         if len(shape) != 2:
             raise CheckpointError(f"{self.path}: {parts[kind]}: {list(shape)} is not a matrix")
@@ -133,7 +138,7 @@ class QuantisedCheckpoint:
         if name not in self._matrices:
             return self._held.kind(name)
         if name not in self._types:
-            codes = self.codes(name)
+            codes = self._codes(name, "cpu", bulk=False)
             assert codes is not None
             self._types[name] = ggml_type(codes) or "F32"
         return self._types[name]
@@ -149,16 +154,25 @@ class QuantisedCheckpoint:
 
     def codes(self, name: str, device: torch.device | str = "cpu") -> Codes | None:
         """A quantised matrix as it is, None if it is plain. Unpacked on `device`, left there."""
+        return self._codes(name, device, bulk=True)
+
+    def _codes(self, name: str, device: torch.device | str, bulk: bool) -> Codes | None:
+        """bulk: read the codes too; else they have a shape only."""
         found = self._matrices.get(name)
         if found is None:
             return None
         try:
-            return self._read(found, device)
+            return self._read(found, device, bulk)
         except LayoutError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
-    def _read(self, matrix: _Matrix, device: torch.device | str) -> Codes:
+    def _read(self, matrix: _Matrix, device: torch.device | str, bulk: bool) -> Codes:
         parts, scheme = matrix.parts, self.scheme
+
+        def main(name: str, dtype: torch.dtype) -> Tensor:
+            if bulk:
+                return part(name, dtype)
+            return torch.empty(self._held.shape(parts[name]), dtype=dtype, device="meta")
 
         def part(name: str, dtype: torch.dtype) -> Tensor:
             return self._held.tensor(parts[name], dtype).to(device)
@@ -168,11 +182,10 @@ class QuantisedCheckpoint:
 
         def stored(name: str) -> Tensor:
             """In a dtype that keeps every value."""
-            half = self._held.kind(parts[name]) == "F16"
-            return part(name, torch.float16 if half else torch.float32)
+            return part(name, _SCALES.get(self._held.kind(parts[name]), torch.float32))
 
         if "qweight" in parts:
-            words, scales = part("qweight", torch.int32), stored("scales")
+            words, scales = main("qweight", torch.int32), stored("scales")
             zeros = some("qzeros", torch.int32)
             if scheme.method == "awq":
                 return awq(words, scales, zeros)
@@ -185,8 +198,8 @@ class QuantisedCheckpoint:
             zero = part("weight_zero_point", torch.int32 if whole else torch.int8)
         if "weight_packed" in parts:
             order = some("weight_g_idx", torch.int32)
-            words = part("weight_packed", torch.int32)
+            words = main("weight_packed", torch.int32)
             return packed(words, matrix.shape, scale, zero, order)
         eight = self._held.kind(parts["weight"]) == "I8"
-        weight = part("weight", torch.int8 if eight else torch.float8_e4m3fn)
+        weight = main("weight", torch.int8 if eight else torch.float8_e4m3fn)
         return plain_bytes(weight, scale, None if not eight else zero, scheme.block)

@@ -39,9 +39,9 @@ CASES = [
     Case("4 bits, one group, zeros", "int4", 33, 192, 192, zeros=True, bias=True),
     Case("4 bits, in another order", "int4", 48, 128, 64, zeros=True, ordered=True, splits=2),
     Case("8 bits, last group cut short", "int8", 40, 100, 32, zeros=True, dtype=torch.float16),
-    Case("8 bits, a scale per output", "int8", 66, 200, 200, splits=2, bias=True),
+    Case("8 bits, a scale per output", "int8", 33, 200, 200, splits=2, bias=True),
     Case("8 bits, groups of 16", "int8", 16, 80, 16, dtype=torch.bfloat16),
-    Case("fp8, a scale per output", "fp8", 72, 130, 130, dtype=torch.bfloat16, bias=True),
+    Case("fp8, a scale per output", "fp8", 20, 130, 130, dtype=torch.bfloat16, bias=True),
     Case("fp8, blocks of 128", "fp8", 64, 300, 128, splits=2),
 ]
 
@@ -86,7 +86,7 @@ def test_equals_torch_and_a_row_keeps_its_bits(case: Case) -> None:
         wide = wide + bias.to(case.dtype)
     error = (got.double() - wide).abs().max() / wide.abs().max()
     assert error < TOLERANCE[case.dtype]
-    for first, last in ((0, 1), (5, 7), (3, 24)):
+    for first, last in ((0, 1), (3, 24)):
         alone = product(x[first:last], None if bias is None else bias.to(case.dtype))
         assert torch.equal(alone, got[first:last]), (first, last)
     assert torch.equal(product.plain(torch.float32), codes.weight())

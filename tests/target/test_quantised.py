@@ -57,6 +57,9 @@ def test_the_models_are_those_of_the_plain_weights(tmp_path: Path) -> None:
     assert unfit(checkpoint) == ""
     found, _ = Run(load_native(checkpoint, 1)).prompt(TOKENS)
     assert ((found - wanted).norm() / wanted.norm()).item() < 0.01  # the plain head becomes Q8_0
+    write(tmp_path, FLOATS[0])
+    floats = open_checkpoint(tmp_path)
+    assert unfit(floats) == "the weights are not quantised" and unfit(floats, "q8_0") == ""
 
 
 def weights(**fields: Any) -> dict[str, Any]:
