@@ -22,7 +22,7 @@ from spec_serve.bench.report import table, write_json
 from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import TokenTree, chain
-from spec_serve.kernels.cpu.native import Pool
+from spec_serve.kernels.cpu.native import ISAS, Pool
 from spec_serve.spec.assemble import attention_for
 from spec_serve.spec.load import DTYPES, QUANTISATIONS, pick_device
 from spec_serve.target.hub import resolve
@@ -134,7 +134,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--isa", default="auto", choices=("auto", "avx512", "avx2", "generic"))
+    parser.add_argument("--isa", default="auto", choices=("auto", *ISAS))
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[64, 512, 1500])
     parser.add_argument("--curve", type=int, nargs="+", default=list(CURVE),

@@ -18,11 +18,14 @@ from spec_serve.cache.batch import TreeBatch, Twig, build_batch
 from spec_serve.cache.pool import TRASH
 from spec_serve.cache.tree import chain
 from spec_serve.draft.base import Seen, Trees
+from spec_serve.kernels.base import AttentionPlan
 from spec_serve.spec.draft_cost import Still
 from spec_serve.spec.sampling import RowNoise, choose, pack
 from spec_serve.spec.step import DraftRow, Job, Result, TorchDevice
+from spec_serve.target.native import NativeTransformer
 
 SILENT = Still()
+NONE = torch.empty(0, 0)  # logits of a step that makes none
 
 
 class HostDevice(TorchDevice):
@@ -34,26 +37,18 @@ class HostDevice(TorchDevice):
         begun = perf_counter()
         batch = build_batch(job.twigs)
         plan = self._attention.plan(batch, self.pool.table)
-        taps = () if self._drafter is None else self._drafter.taps
-        out = self.model.forward(batch, self._layers, plan, taps)
-        for task in job.meanwhile:
-            task()
-        logits = out.logits
-        if logits.shape[1] > self._vocabulary:
-            logits = logits[:, : self._vocabulary]
-        nodes = pack(
-            [
-                (state, twig.tree, twig.prefix, twig.logits_from)
-                for state, twig in zip(job.states, job.twigs, strict=True)
-            ],
-            self.pool.device,
-        )
-        drawn = choose(logits, nodes).tolist()
-        result = walked(job, batch, drawn)
+        asked = () if self._drafter is None else self._drafter.taps
+        if isinstance(self.model, NativeTransformer) and needs_no_logits(job):
+            chosen, taps = self.model.choose(batch, self._layers, plan, asked, self._vocabulary)
+            logits = NONE
+        else:
+            logits, taps = self._logits(job, batch, plan, asked)
+            chosen = self._choose(job, logits)
+        result = walked(job, batch, chosen.tolist())
         self._write(job, result)
         verified = perf_counter()
         if job.drafting:
-            self._grow(job, batch, result, out.taps)
+            self._grow(job, batch, result, taps)
         drafted = perf_counter()
         if job.score_rows:
             self._score(job, batch, logits, result)
@@ -64,6 +59,26 @@ class HostDevice(TorchDevice):
         result.verify_us = int((verified - begun) * 1e6)
         result.draft_us = int((drafted - verified) * 1e6)
         return result
+
+    def _logits(
+        self, job: Job, batch: TreeBatch, plan: AttentionPlan, asked: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [M, V] and taps; what the host has to do meanwhile is done behind them."""
+        out = self.model.forward(batch, self._layers, plan, asked)
+        for task in job.meanwhile:
+            task()
+        logits = out.logits
+        if logits.shape[1] > self._vocabulary:
+            logits = logits[:, : self._vocabulary]
+        return logits, out.taps
+
+    def _choose(self, job: Job, logits: Tensor) -> Tensor:
+        """One token per place, [M]."""
+        rows = [
+            (state, twig.tree, twig.prefix, twig.logits_from)
+            for state, twig in zip(job.states, job.twigs, strict=True)
+        ]
+        return choose(logits, pack(rows, self.pool.device))
 
     def _write(self, job: Job, result: Result) -> None:
         """The slots of certain nodes, and of the token behind them, into the table."""
@@ -98,6 +113,13 @@ class HostDevice(TorchDevice):
         trees = self._drafter.propose(seen, grants, job.plan, noise)
         if trees is not None:
             result.trees = _listed(job.drafting, trees)
+
+
+def needs_no_logits(job: Job) -> bool:
+    """Whether the likeliest tokens are all that is asked: every row greedy and unedited, nothing
+    scored."""
+    scored = job.score_rows or job.prompt_rows or job.continued
+    return not (scored or job.meanwhile) and all(state.plain for state in job.states)
 
 
 def walked(job: Job, batch: TreeBatch, drawn: Sequence[int]) -> Result:

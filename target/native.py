@@ -181,14 +181,42 @@ class NativeTransformer:
         returned; ValueError outside 0..L.
         """
         config = self.config
+        wanted = batch.logits_at.shape[0]
+        logits = torch.empty(wanted, -(-config.vocab // native.ROWS) * native.ROWS)
+        self._step.logits_out, self._step.chosen_out = logits.data_ptr(), None
+        tapped, hidden = self._run(batch, layers, plan, taps)
+        return TargetOut(logits[:, : config.vocab], tapped, hidden)
+
+    def choose(
+        self,
+        batch: TreeBatch,
+        layers: Sequence[LayerKV],
+        plan: AttentionPlan,
+        taps: tuple[int, ...] = (),
+        limit: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, but instead of logits the likeliest token of each place, [M] int64: the
+        lowest id among equals, below `limit` if that is not 0. Logits are never held."""
+        chosen = torch.empty(batch.logits_at.shape[0], dtype=torch.int64)
+        self._step.logits_out, self._step.chosen_out = None, chosen.data_ptr()
+        self._step.limit = min(limit or self.config.vocab, self.config.vocab)
+        return chosen, self._run(batch, layers, plan, taps)[0]
+
+    def _run(
+        self,
+        batch: TreeBatch,
+        layers: Sequence[LayerKV],
+        plan: AttentionPlan,
+        taps: tuple[int, ...],
+    ) -> tuple[Tensor | None, Tensor]:
+        """Taps and hidden states; what is made of the latter was written into the step before."""
+        config = self.config
         for tap in taps:
             if not 0 <= tap <= config.layers:
                 raise ValueError(f"taps: boundary {tap} is outside 0..{config.layers}")
         assert isinstance(plan, NativePlan), "this model needs the backend of kernels/cpu"
         nodes, wanted = len(batch), batch.logits_at.shape[0]
         self._reach(int(batch.positions.max()) + 1)
-        stride = -(-config.vocab // native.ROWS) * native.ROWS
-        logits = torch.empty(wanted, stride)
         hidden = torch.empty(wanted, config.hidden)
         tapped = torch.empty(nodes, len(taps) * config.hidden) if taps else None
         step, table = self._step, plan.table
@@ -206,13 +234,13 @@ class NativeTransformer:
         wishes = (c_int32 * max(len(taps), 1))(*taps)
         step.taps, step.tap_count = ctypes.cast(wishes, c_void_p), len(taps)
         step.tapped = None if tapped is None else tapped.data_ptr()
-        step.logits_out, step.hidden_out = logits.data_ptr(), hidden.data_ptr()
+        step.hidden_out = hidden.data_ptr()
         step.threads = self.pace.choose()
         begun = perf_counter()
         if native.load().spec_native_forward(self._runner, step):
             raise MemoryError("no memory for a step of the compiled model")
         self.pace.learn(step.threads, nodes, perf_counter() - begun)
-        return TargetOut(logits[:, : config.vocab], tapped, hidden)
+        return tapped, hidden
 
 
 def rotation_table(rope: RopeConfig, dim: int, positions: int) -> Tensor:

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 4
+VERSION = 5
 ROWS, BLOCK = 16, 32
 MOST_GROUP = 16  # query heads per K/V head
 MOST_DIM = 256  # of a head
-ISAS = ("avx512", "avx2", "generic")
+ISAS = ("avx512", "avx2", "i8mm", "dotprod", "neon", "generic")
 
 
 class NativeUnavailable(RuntimeError):
@@ -79,7 +79,8 @@ class Step(Structure):
         ("twig_ptr", c_void_p), ("twig_slots", c_void_p), ("row_ids", c_void_p),
         ("prefix", c_void_p), ("chain", c_void_p), ("table", c_void_p),
         ("k", c_void_p), ("v", c_void_p), ("taps", c_void_p), ("tap_count", c_int64),
-        ("tapped", c_void_p), ("logits_out", c_void_p), ("hidden_out", c_void_p),
+        ("tapped", c_void_p), ("logits_out", c_void_p), ("chosen_out", c_void_p),
+        ("limit", c_int64), ("hidden_out", c_void_p),
     ]  # fmt: skip
 
 

@@ -152,6 +152,31 @@ def test_threads_change_no_bit() -> None:
         assert torch.equal(Run(model).prompt(TOKENS)[0], alone)
 
 
+@pytest.mark.parametrize("cap", [0.0, 0.05])
+def test_the_likeliest_tokens_are_those_of_the_logits(cap: float) -> None:
+    """Pieces of the head, its end, equals (the lowest id wins) and the logits' cap."""
+    checkpoint = tiny_checkpoint("llama")
+    tensors = dict(checkpoint.tensors)
+    name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in tensors)
+    half = len(tensors[name]) // 2
+    tensors[name] = tensors[name].clone()
+    tensors[name][half : 2 * half] = tensors[name][:half]  # each logit twice
+    for threads in (1, 3):
+        run = Run(load_native(MemoryCheckpoint(checkpoint.config, tensors), threads, "q8_0"))
+        assert isinstance(run.model, NativeTransformer)
+        run.model.raw.logit_softcap = cap
+        logits, _ = run.prompt(TOKENS)
+        batch = build_batch([Twig(0, 0, chain(TOKENS, given=len(TOKENS)), range(1, 71), 0)])
+        plan = NativeAttention().plan(batch, run.pool.table)
+        for limit in (0, half - 3, 5):
+            chosen, taps = run.model.choose(batch, run.pool.layers, plan, (1,), limit)
+            wanted = torch.from_numpy(logits[:, : limit or None].numpy().argmax(-1))
+            assert torch.equal(chosen, wanted) and len(set(chosen.tolist())) > 1
+            assert taps is not None and taps.shape == (70, 64)
+            again, _ = run.prompt(TOKENS)  # logits are made again after a step without
+            assert torch.equal(again, logits)
+
+
 def test_many_query_heads_per_kv_head() -> None:
     changes = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32}
     checkpoint = tiny_checkpoint("qwen3", **changes)

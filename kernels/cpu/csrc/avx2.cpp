@@ -1,12 +1,18 @@
 // AVX2: integer products by maddubs (four-bit sums of a block fit into 16 bits), eight rows a lane.
 #if defined(__x86_64__)
+#if !defined(__clang__)
 #pragma GCC target("avx2,fma,f16c")
+#endif
 #include <immintrin.h>
 
 #include <cmath>
 
 #include "half.h"
 #include "native.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#endif
 
 namespace native {
 namespace avx2 {
@@ -168,9 +174,13 @@ static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
 const Kernels& avx2_kernels() {
   using namespace avx2;
   static const Kernels all = {linear, quantise, norm,  rotate, gate,
-                              halves, attend,   merge, dequantise_row, pick};
+                              halves, attend,   merge, dequantise_row, largest, pick};
   return all;
 }
 
 }  // namespace native
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -1,12 +1,18 @@
 // AVX-512 with VNNI: four products a lane and instruction, sixteen rows a register.
 #if defined(__x86_64__)
+#if !defined(__clang__)
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#endif
 #include <immintrin.h>
 
 #include <cmath>
 
 #include "half.h"
 #include "native.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), apply_to = function)
+#endif
 
 namespace native {
 namespace avx512 {
@@ -171,9 +177,13 @@ static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
 const Kernels& avx512_kernels() {
   using namespace avx512;
   static const Kernels all = {linear, quantise, norm,  rotate, gate,
-                              halves, attend,   merge, dequantise_row, pick};
+                              halves, attend,   merge, dequantise_row, largest, pick};
   return all;
 }
 
 }  // namespace native
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

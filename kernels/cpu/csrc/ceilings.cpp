@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include "neon.h"
 #endif
 
 extern "C" const char* spec_native_isa(const char* wanted);
@@ -118,12 +120,81 @@ __attribute__((target("avx512f,avx512bw,avx512vnni"))) static int64_t avx512_mac
   for (auto& sum : sums) asm volatile("" : : "v"(sum));
   return rounds * T * 64;
 }
+#elif defined(__aarch64__)
+constexpr int kSums = 16;  // chains that run side by side
+
+static int64_t neon_macs(int bits, int64_t rounds) {
+  if (bits == 32) {
+    float32x4_t sums[kSums], a = vdupq_n_f32(0.5f), b = vdupq_n_f32(0.25f);
+    for (auto& sum : sums) sum = vdupq_n_f32(0.0f);
+    for (int64_t r = 0; r < rounds; r++) {
+      asm volatile("" : "+w"(a));
+      for (auto& sum : sums) sum = vfmaq_f32(sum, a, b);
+    }
+    for (auto& sum : sums) asm volatile("" : : "w"(sum));
+    return rounds * kSums * 4;
+  }
+  const int fits = bits <= 5 ? 8 : bits == 6 ? 4 : 2;  // products of eight bits in sixteen
+  int8x8_t w = vdup_n_s8(7);
+  const int8x8_t x = vdup_n_s8(3);
+  int32x4_t sums[kSums / 2];
+  for (auto& sum : sums) sum = vdupq_n_s32(0);
+  for (int64_t r = 0; r < rounds; r++)
+    for (int s = 0; s < 8; s += fits) {
+      int16x8_t pairs[kSums / 2];
+      for (auto& pair : pairs) pair = vdupq_n_s16(0);
+      for (int i = 0; i < fits; i++)
+        for (auto& pair : pairs) {
+          asm volatile("" : "+w"(w));
+          pair = vmlal_s8(pair, w, x);
+        }
+      for (int t = 0; t < kSums / 2; t++) sums[t] = vpadalq_s16(sums[t], pairs[t]);
+    }
+  for (auto& sum : sums) asm volatile("" : : "w"(sum));
+  return rounds * 8 * (kSums / 2) * 8;
+}
+
+#if defined(SPEC_DOT)
+SPEC_DOT static int64_t dotprod_macs(int64_t rounds) {
+  int32x4_t sums[kSums];
+  int8x16_t w = vdupq_n_s8(7), x = vdupq_n_s8(3);
+  for (auto& sum : sums) sum = vdupq_n_s32(0);
+  for (int64_t r = 0; r < rounds; r++) {
+    asm volatile("" : "+w"(w));
+    for (auto& sum : sums) sum = vdotq_s32(sum, w, x);
+  }
+  for (auto& sum : sums) asm volatile("" : : "w"(sum));
+  return rounds * kSums * 16;
+}
+#endif
+
+#if defined(SPEC_MATRIX)
+SPEC_MATRIX static int64_t i8mm_macs(int64_t rounds) {
+  int32x4_t sums[kSums];
+  int8x16_t w = vdupq_n_s8(7), x = vdupq_n_s8(3);
+  for (auto& sum : sums) sum = vdupq_n_s32(0);
+  for (int64_t r = 0; r < rounds; r++) {
+    asm volatile("" : "+w"(w));
+    for (auto& sum : sums) sum = vmmlaq_s32(sum, w, x);
+  }
+  for (auto& sum : sums) asm volatile("" : : "w"(sum));
+  return rounds * kSums * 32;
+}
+#endif
 #endif
 
 static int64_t some_macs(const char* isa, int bits, int64_t rounds) {
 #if defined(__x86_64__)
   if (!std::strcmp(isa, "avx512")) return avx512_macs(bits, rounds);
   if (!std::strcmp(isa, "avx2")) return avx2_macs(bits, rounds);
+#elif defined(__aarch64__)
+#if defined(SPEC_MATRIX)
+  if (bits < 32 && !std::strcmp(isa, "i8mm")) return i8mm_macs(rounds);
+#endif
+#if defined(SPEC_DOT)
+  if (bits < 32 && !std::strcmp(isa, "dotprod")) return dotprod_macs(rounds);
+#endif
+  if (std::strcmp(isa, "generic")) return neon_macs(bits, rounds);
 #endif
   return generic_macs(bits, rounds);
 }

@@ -27,6 +27,11 @@ class Runner {
     int64_t own;  // where its own path's slots begin in own_
   };
 
+  struct Best {
+    int64_t token;
+    float logit;
+  };
+
   struct Batch {  // nodes of one row that are attended for together
     int64_t begin, end, common;
   };
@@ -96,6 +101,11 @@ class Runner {
     node_ = cut.take<Node>(n);
     batch_ = cut.take<Batch>(n);
     own_ = cut.take<int64_t>(paths);
+    if (!step_->logits_out) {
+      const int64_t pieces = (groups(m.head.parts[0]) + kPiece - 1) / kPiece;
+      piece_ = cut.take<float>(team_.size() * step_->logits * kPiece * kRows);
+      best_ = cut.take<Best>(pieces * step_->logits);
+    }
   }
 
   // The slots of a node's own path, in order of position.
@@ -144,14 +154,43 @@ class Runner {
       kernels_.quantise(h, codes(hidden), i);
     });
     if (!s.logits) return;
+    if (!s.logits_out) return choose(thread);
     const int64_t stride = padded(m.vocab);
     team_.linear(thread, m.head, codes(hidden), s.logits, s.logits_out, stride, false);
     if (m.logit_softcap > 0)
-      team_.shared(thread, s.logits, [&](int64_t i) {
-        float* l = s.logits_out + i * stride;
-        for (int64_t j = 0; j < m.vocab; j++)
-          l[j] = __builtin_tanhf(l[j] / m.logit_softcap) * m.logit_softcap;
-      });
+      team_.shared(thread, s.logits, [&](int64_t i) { cap(s.logits_out + i * stride, m.vocab); });
+  }
+
+  void cap(float* logits, int64_t size) const {
+    const float most = model_.logit_softcap;
+    for (int64_t j = 0; j < size; j++) logits[j] = __builtin_tanhf(logits[j] / most) * most;
+  }
+
+  // The likeliest token of each place: of every piece of the head only the best is kept.
+  void choose(int thread) {
+    const Step& s = *step_;
+    const Matrix& m = model_.head.parts[0];
+    constexpr int64_t wide = kPiece * kRows;
+    float* logits = piece_ + thread * s.logits * wide;
+    team_.pieces(thread, groups(m), kPiece, [&](int64_t from, int64_t to) {
+      const int64_t size = std::min(s.limit - from * kRows, wide), n = s.logits;
+      if (size <= 0) return;
+      kernels_.linear(m, codes(model_.hidden), n, logits - from * kRows, wide, false, (int)from,
+                      (int)to);
+      for (int64_t i = 0; i < n; i++) {
+        if (model_.logit_softcap > 0) cap(logits + i * wide, size);
+        int32_t at;
+        Best& best = best_[from / kPiece * n + i];
+        kernels_.largest(logits + i * wide, size, 1, &at, &best.logit);
+        best.token = from * kRows + at;
+      }
+    });
+    team_.shared(thread, s.logits, [&](int64_t i) {
+      Best best = best_[i];
+      for (int64_t at = wide, p = 1; at < s.limit; at += wide, p++)
+        if (best_[p * s.logits + i].logit > best.logit) best = best_[p * s.logits + i];
+      s.chosen_out[i] = best.token;
+    });
   }
 
   void tap(int boundary, int64_t i) {
@@ -284,6 +323,8 @@ class Runner {
     return hidden > 0 ? hidden : 0;
   }
 
+  static constexpr int64_t kPiece = 16;  // groups of the head whose logits are held at a time
+
   const Model& model_;
   const Kernels& kernels_;
   Team team_;
@@ -293,29 +334,13 @@ class Runner {
   float *x_ = nullptr, *y_ = nullptr, *z_ = nullptr, *mixed_ = nullptr, *parts_ = nullptr;
   float *scale_ = nullptr, *whole_ = nullptr, *half_ = nullptr;
   int8_t* q_ = nullptr;
+  float* piece_ = nullptr;
+  Best* best_ = nullptr;
   Node* node_ = nullptr;
   Batch* batch_ = nullptr;
   int64_t batches_ = 0;
   int64_t* own_ = nullptr;
 };
-
-const Kernels* kernels_of(const char* name) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool has512 = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool has2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  const bool any = !std::strcmp(name, "auto");
-  if ((any || !std::strcmp(name, "avx512")) && has512) return &avx512_kernels();
-  if ((any || !std::strcmp(name, "avx2")) && has2) return &avx2_kernels();
-  if (any || !std::strcmp(name, "generic")) return &generic_kernels();
-  return nullptr;
-#else
-  if (!std::strcmp(name, "auto") || !std::strcmp(name, "generic")) return &generic_kernels();
-  return nullptr;
-#endif
-}
 
 }  // namespace native
 
@@ -324,17 +349,9 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int spec_native_version() { return 4; }
+EXPORT int spec_native_version() { return 5; }
 
-EXPORT const char* spec_native_isa(const char* wanted) {
-  const native::Kernels* found = native::kernels_of(wanted);
-  if (!found) return "";
-#if defined(__x86_64__)
-  if (found == &native::avx512_kernels()) return "avx512";
-  if (found == &native::avx2_kernels()) return "avx2";
-#endif
-  return "generic";
-}
+EXPORT const char* spec_native_isa(const char* wanted) { return native::name_of(wanted); }
 
 EXPORT void* spec_native_pool(int threads) { return new native::Pool(threads > 256 ? 256 : threads); }
 

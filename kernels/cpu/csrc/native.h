@@ -95,7 +95,9 @@ struct Step {
   const int32_t* taps;  // boundaries wanted
   int64_t tap_count;
   float* tapped;        // [nodes, tap_count * hidden]
-  float* logits_out;    // [logits, vocab]
+  float* logits_out;    // [logits, vocab], or null: only the likeliest token is wanted
+  int64_t* chosen_out;  // [logits] then: its id, the lowest of equals, below `limit`
+  int64_t limit;
   float* hidden_out;    // [logits, hidden]
 };
 
@@ -156,17 +158,25 @@ struct Kernels {
   void (*attend)(const Heads&);
   void (*merge)(const float* parts, int64_t count, int64_t stride, int group, int dim, float* out);
   void (*dequantise_row)(const Matrix&, int64_t row, float* out);
+  // The `count` largest of x [size], the first of equals first: places and values.
+  void (*largest)(const float* x, int64_t size, int count, int32_t* chosen, float* values);
   // The `count` likeliest of x [size, padded to 16], which is used up: places and log-probabilities.
   void (*pick)(float* x, int64_t size, const Draw&, int count, int32_t* chosen, float* scores);
 };
 
-// By name ("auto": the best there is), null if this processor lacks it.
+// By name ("auto": the best there is), null if this processor lacks it; and what it is called, then
+// "".
 const Kernels* kernels_of(const char* name);
+const char* name_of(const char* name);
 
 const Kernels& generic_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+#elif defined(__aarch64__)
+const Kernels& neon_kernels();
+const Kernels* dotprod_kernels();  // null: not in this build
+const Kernels* i8mm_kernels();
 #endif
 
 }  // namespace native

@@ -103,7 +103,6 @@ class Team {
     });
   }
 
- private:
   // f(from, to) for pieces of [0, count).
   template <typename F>
   void pieces(int thread, int64_t count, int64_t piece, const F& f) {
@@ -117,6 +116,7 @@ class Team {
     if (thread == 0) ticket.store(0, std::memory_order_relaxed);
   }
 
+ private:
   struct alignas(64) Turn {
     int value = 0;
   };
