@@ -90,14 +90,13 @@ def quantised() -> Iterator[Variant]:
     """Products with codes: of four bits in groups, of eight by output, fp8 in blocks."""
     p = quantised_linear_programs
     types = {"codes": "*u8", "zero": "*u8", "order": "*i64", "scale": "*fp16"}
-    for kind, tiles, ordered in (("int4", 1, True), ("int4", 4, False), ("int8", 2, False),
-                                 ("fp8", 4, False)):  # fmt: skip
+    for kind, tiles, ordered in (("int4", 4, True), ("int8", 1, False), ("fp8", 2, False)):
         form = {"KIND": kind, "OFFSET": 8, "ZEROS": kind == "int4", "ORDERED": ordered}
         form |= {"PIECE": 128, "WIDTH": 64}
         run = {"GROUPED": kind != "int8", "BIASED": ordered, "PAD": False, "TILES": tiles}
-        run |= {"SPLITS": 1 + tiles // 4, "PRECISION": "tf32", "WIDEN": False}
+        run |= {"SPLITS": 1 + tiles // 2, "PRECISION": "tf32", "WIDEN": False}
         yield Variant(p.multiply, form | run, types)
-        if tiles == 4:
+        if kind == "fp8":
             yield Variant(p.expand, form, types)
     yield Variant(p.add_splits, {"SPLITS": 4, "BIASED": True, "BLOCK": 256}, {}, 2)
 

@@ -18,7 +18,7 @@ from tests.target.test_native import TOKENS, Run
 assert interpreted.DEVICE  # importing it skips this file where there is no Triton
 
 
-@pytest.mark.parametrize("form", (FORMATS[0], FORMATS[3], FLOATS[3]), ids=lambda form: form.name)
+@pytest.mark.parametrize("form", (FORMATS[3], FLOATS[3]), ids=lambda form: form.name)
 def test_a_model_runs_on_codes(tmp_path: Path, form: Format | Floats) -> None:
     plain = write(tmp_path, form)
     model = load_model(open_checkpoint(tmp_path), keep=True)
