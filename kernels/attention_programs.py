@@ -176,11 +176,13 @@ def attend_tile(
     positions, ancestors, rows, first, scale, softcap, q_node, q_head, k_slot, k_head, v_slot,
     v_head, out_node, out_head, table_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr,
-    DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    NARROW: tl.constexpr, CAPPED: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    DIM: tl.constexpr, TAIL: tl.constexpr, TAIL_DIM: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, NARROW: tl.constexpr, CAPPED: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One item: QUERIES nodes of a row, all heads of one K/V head, one split of the keys.
+
+    A value has D channels; a key has as many and TAIL behind them.
 
     Online softmax as in FlashAttention (Dao et al. 2022), in powers of two. What was split goes to
     part [parts, kv heads, M, DIM] float32, and log2 of its sum of weights to stats, for merging.
@@ -216,6 +218,10 @@ def attend_tile(
     queries = tl.load(q + q_at, mask=real[:, None] & (d < D)[None, :], other=0.0)
     factor: tl.constexpr = tl.float32 if WIDEN else queries.dtype
     queries = queries.to(factor)
+    if TAIL > 0:
+        t = tl.arange(0, TAIL_DIM)
+        q_at = node[:, None] * q_node + (head * GROUP + lane)[:, None] * q_head + (D + t)[None, :]
+        rest = tl.load(q + q_at, mask=real[:, None] & (t < TAIL)[None, :], other=0.0).to(factor)
     last = twig - nodes + tl.minimum((tile + 1) * QUERIES, nodes)
     begin, end = keys_of_item(
         local // tiles, share, before, twig, last, chained, place, real,
@@ -233,7 +239,12 @@ def attend_tile(
         slot += tl.load(twig_slots + twig_start + j - before, mask=(j >= before) & held, other=0)
         k_at = slot[None, :] * k_slot + head * k_head + d[:, None]
         keys = tl.load(k + k_at, mask=held[None, :] & (d < D)[:, None], other=0.0)
-        s = tl.dot(queries, keys.to(factor), input_precision=PRECISION) * scale
+        s = tl.dot(queries, keys.to(factor), input_precision=PRECISION)
+        if TAIL > 0:
+            k_at = slot[None, :] * k_slot + head * k_head + (D + t)[:, None]
+            more = tl.load(k + k_at, mask=held[None, :] & (t < TAIL)[:, None], other=0.0)
+            s += tl.dot(rest, more.to(factor), input_precision=PRECISION)
+        s *= scale
         if CAPPED:
             s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E) / softcap) + 1.0))
         seen = seen_keys(

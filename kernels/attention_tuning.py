@@ -16,7 +16,13 @@ from torch import Tensor
 from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import LayerKV
 from spec_serve.cache.tree import TokenTree, chain
-from spec_serve.kernels.tree_attention import Shape, TritonAttention, TritonPlan, default_tile
+from spec_serve.kernels.tree_attention import (
+    HEAD_DIMS,
+    Shape,
+    TritonAttention,
+    TritonPlan,
+    default_tile,
+)
 from spec_serve.kernels.tuning import Tile, Tuner
 
 CONTEXT = 2048
@@ -32,6 +38,8 @@ def candidates(shape: Shape) -> list[Tile]:
     for count in lines:
         for keys in (16, 32, 64, 128):
             if count < shape.lanes or count * keys > 128 * 64:
+                continue
+            if shape.head_dim > HEAD_DIMS[-1] and (count > 64 or keys > 64):
                 continue
             tiles += [Tile(count, keys, 4 if count < 128 else 8, stages) for stages in (2, 3)]
     return list(dict.fromkeys(tiles))
@@ -73,15 +81,17 @@ class _Problem:
             Twig(row, CONTEXT, tree, range(start + CONTEXT, start + per_row), 0)
             for row, start in enumerate(starts)
         ]
-        pool = (rows * per_row + 1, shape.kv_heads, shape.head_dim)
+        latent = shape.tail > 0  # one K/V head, which the backend spreads again
+        pool = (rows * per_row + 1, 1 if latent else shape.kv_heads, shape.head_dim + shape.tail)
         self._batch = build_batch(twigs, device)
         self._table = torch.tensor([list(range(s, s + per_row)) for s in starts], device=device)
-        self._kv = LayerKV(*(torch.zeros(pool, dtype=shape.dtype, device=device) for _ in "kv"))
+        k, v = (torch.zeros(pool, dtype=shape.dtype, device=device) for _ in "kv")
+        self._kv = LayerKV(k, k[:, :, : shape.head_dim] if latent else v)
         self._q = self._zeros(shape, rows * nodes)
         self._processors = processors
 
     def _zeros(self, shape: Shape, nodes: int) -> Tensor:
-        size = (nodes, shape.heads, shape.head_dim)
+        size = (nodes, shape.heads, shape.head_dim + shape.tail)
         return torch.zeros(size, dtype=shape.dtype, device=self._table.device)
 
     def seconds(self, tile: Tile) -> float:

@@ -29,14 +29,14 @@ class AttentionPlan(Protocol):
         self,
         q: Tensor,  # [N, query heads, head_dim], after RoPE
         k: Tensor,  # [N, kv heads, head_dim], after RoPE
-        v: Tensor,  # [N, kv heads, head_dim]
+        v: Tensor,  # [N, kv heads, head_dim], over latents the beginning of k
         kv: LayerKV,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Write k, v to the pool, attend, return [N, query heads, head_dim].
+        """Write k, v to the pool, attend, return [N, query heads, channels of v].
 
         window: a node at position p sees positions p-window+1 .. p only. softcap: scores become
         softcap * tanh(score / softcap) before the softmax.

@@ -25,6 +25,8 @@ LEAST = 2
 LINES = 4
 # Numbers of rows that programs are compiled for; beyond, powers of two.
 TIERS = (16, 128)
+# Query heads a program takes at most of a K/V head with a tail: sums as wide fill the registers.
+MOST_LANES = 16
 # Head sizes the programs were tried with; what lies between is padded to a power of two.
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -32,13 +34,15 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a layer's attention looks like to the programs. kind: average nodes of a row, in
-    classes: "root" (1), "tree" (up to 64) or "chunk"."""
+    classes: "root" (1), "tree" (up to 64) or "chunk". tail: channels keys have more than values,
+    whose are head_dim."""
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     kind: str
+    tail: int = 0
 
     @property
     def group(self) -> int:
@@ -74,6 +78,8 @@ def default_tile(shape: Shape) -> Tile:
     lines = {"root": 16, "tree": 32, "chunk": 64}[shape.kind]
     wide = power(shape.head_dim) * shape.dtype.itemsize  # bytes of a key
     keys = 64 if wide <= 256 else 32 if wide <= 512 else 16
+    if shape.head_dim > HEAD_DIMS[-1]:
+        return Tile(max(min(lines, 32), shape.lanes), keys, 8, 2)
     return Tile(max(lines, shape.lanes), keys, 4, 2)
 
 
@@ -127,7 +133,7 @@ class TritonPlan:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Write k and v, then attend; q [N, heads, D] -> [N, heads, D]."""
+        """Write k and v, then attend; q [N, heads, D] -> [N, heads, width of a value]."""
         write_kv(k, v, kv, self._batch.slots)
         return self.attend_written(q, kv, scale=scale, window=window, softcap=softcap)
 
@@ -142,13 +148,16 @@ class TritonPlan:
     ) -> Tensor:
         """The same where the nodes' K and V are in the pool already (fused.rope_and_store)."""
         batch = self._batch
-        nodes, heads, dim = q.shape
+        nodes, heads, dim = q.shape[0], q.shape[1], kv.v.shape[2]
         out = torch.empty((nodes, heads, dim), dtype=q.dtype, device=q.device)
         if not nodes:
             return out
-        assert heads % kv.k.shape[1] == 0 and dim == kv.k.shape[2] and q.stride(2) == 1
+        assert heads % kv.k.shape[1] == 0 and q.shape[2] == kv.k.shape[2] and q.stride(2) == 1
         assert kv.k.stride(2) == kv.v.stride(2) == 1
-        shape = Shape(heads, kv.k.shape[1], dim, q.dtype, kind_of(nodes, batch.rows))
+        tail = kv.k.shape[2] - dim
+        if tail:
+            kv = _spread(kv, heads)
+        shape = Shape(heads, kv.k.shape[1], dim, q.dtype, kind_of(nodes, batch.rows), tail)
         tile = self._choose(shape)
         lanes, wide = shape.lanes, power(dim)
         queries = max(tile.lines // lanes, 1)
@@ -166,7 +175,8 @@ class TritonPlan:
             q.stride(0), q.stride(1), kv.k.stride(0), kv.k.stride(1), kv.v.stride(0),
             kv.v.stride(1), out.stride(0), out.stride(1), self._table.stride(0),
             HEADS=shape.kv_heads, GROUP=shape.group, LANES=lanes, D=dim, DIM=wide,
-            QUERIES=queries, KEYS=tile.keys, WINDOW=reach, NARROW=0 < reach < 64 * words,
+            TAIL=tail, TAIL_DIM=max(power(tail), 16), QUERIES=queries, KEYS=tile.keys,
+            WINDOW=reach, NARROW=0 < reach < 64 * words,
             CAPPED=softcap is not None, WORDS=words, ROWS=rows,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             WIDEN=q.device.type == "cpu", num_warps=tile.warps, num_stages=tile.stages,
@@ -195,11 +205,20 @@ class TritonPlan:
         return self._scratch[shape]
 
 
+def _spread(kv: LayerKV, heads: int) -> LayerKV:
+    """One K/V head as several of the same, so that each has at most MOST_LANES query heads."""
+    assert kv.k.shape[1] == 1 and kv.v.shape[1] == 1
+    parts = next(n for n in range(-(-heads // MOST_LANES), heads + 1) if heads % n == 0)
+    return LayerKV(kv.k.expand(-1, parts, -1), kv.v.expand(-1, parts, -1))
+
+
 def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
     """K and V [N, heads, D] to their slots [N], rounded to the pool's dtype."""
     nodes, heads, dim = k.shape
     if not nodes:
         return
+    if kv.shared:  # V is a view of K
+        v, kv = k, LayerKV(kv.k, kv.k)
     assert k.stride(2) == v.stride(2) == 1
     programs.store_kv[(nodes,)](
         k, v, kv.k, kv.v, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
