@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from spec_serve.bench.bars import bars
 from spec_serve.bench.latency import encode
 from spec_serve.bench.plots import Point, chart
 from spec_serve.bench.prompts import Prompt, load
@@ -36,7 +37,10 @@ PUBLISHED = (
     ("prompt lookup", "Vicuna-7B, Spec-Bench", 1.73, "Spec-Bench leaderboard"),
     ("EAGLE-3", "Llama-3.1-8B, MT-Bench, SGLang", 5.39, "sglang #4247"),
     ("EAGLE-3, chain", "Qwen3-8B", 1.99, "AngelSlim docs"),
-    ("DSpark", "Qwen3-8B, MT-Bench, T = 1", 3.72, "DSpark paper"),
+    ("EAGLE-3, block of 7", "Qwen3-8B, MT-Bench, T = 1", 2.66, "DSpark paper"),
+    ("DFlash, block of 7", "Qwen3-8B, MT-Bench, T = 1", 3.11, "DSpark paper"),
+    ("DSpark, block of 7", "Qwen3-8B, MT-Bench, T = 1", 3.72, "DSpark paper"),
+    ("JetSpec, tree of 128", "Qwen3-8B, MT-Bench", 4.88, "JetSpec README"),
 )
 
 
@@ -115,19 +119,55 @@ def answer(
     return found
 
 
-def page(options: Mapping[str, Any], records: Sequence[Mapping[str, Any]], plots: str) -> str:
-    """The whole file of plots."""
-    published = [
+def warmth(found: Mapping[tuple[str, float], Mapping[str, Tally]]) -> list[dict[str, Any]]:
+    """Tokens per step of each temperature against T = 0 with as many nodes, by category."""
+    rows: list[dict[str, Any]] = []
+    for (nodes, temperature), by in found.items():
+        cold = found.get((nodes, 0.0))
+        if not temperature or cold is None:
+            continue
+        rows += [
+            {"nodes": nodes, "T": temperature, "category": category,
+             "of T = 0": tally.per_step / cold[category].per_step}
+            for category, tally in sorted(by.items(), key=lambda item: item[0] == "ALL")
+            if category in cold and cold[category].steps
+        ]  # fmt: skip
+    return rows
+
+
+def beside(
+    options: Mapping[str, Any], found: Mapping[tuple[str, float], Mapping[str, Tally]]
+) -> list[dict[str, Any]]:
+    """Our figures and those others have published, the largest first; targets differ."""
+    ours = [
+        {"method": f"spec-serve, {options['draft']}",
+         "setting": f"{options['target']}, {nodes} nodes, T = {t:g}",
+         "tok/step": by["ALL"].per_step, "source": "this run"}
+        for (nodes, t), by in found.items() if "ALL" in by
+    ]  # fmt: skip
+    theirs = [
         {"method": m, "setting": s, "tok/step": value, "source": where}
         for m, s, value, where in PUBLISHED
     ]
+    return sorted([*ours, *theirs], key=lambda row: -row["tok/step"])
+
+
+def page(
+    options: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    found: Mapping[tuple[str, float], Mapping[str, Tally]],
+) -> str:
+    """The whole file of plots."""
+    warm = warmth(found)
     said = escape(", ".join(f"{key} = {value}" for key, value in options.items()))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>spec-serve bench acceptance</title><style>{STYLE}</style></head>"
         f"<body><h1>Acceptance</h1>\n<p>{said}</p>\n{_table(records)}\n"
-        f'<div class="plots">{plots}</div>\n<h2>Published</h2>\n{_table(published)}\n'
+        f'<div class="plots">{drawn(found)}</div>\n'
+        + (f"<h2>Temperature</h2>\n{_table(warm)}\n" if warm else "")
+        + f"<h2>Beside published figures</h2>\n{_table(beside(options, found))}\n"
         "</body></html>\n"
     )
 
@@ -142,13 +182,31 @@ def _table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def drawn(found: Mapping[tuple[str, float], Mapping[str, Tally]]) -> str:
-    """Plots: by depth for every setting, by category for every setting."""
+    """Plots: by category, source and depth for every setting, by size for every temperature."""
     depths = {f"{n}, T {t:g}": by["ALL"].depths() for (n, t), by in found.items() if "ALL" in by}
     sizes: dict[str, list[Point]] = defaultdict(list)
     for (nodes, temperature), by in found.items():
         if nodes != "auto" and "ALL" in by:
             sizes[f"T {temperature:g}"].append((int(nodes), by["ALL"].per_step))
-    plots = [chart("Accepted down to a depth", depths, "depth", "share of trees")]
+    named = {f"{n}, T {t:g}": by for (n, t), by in found.items()}
+    categories = {
+        name: {category: tally.per_step for category, tally in sorted(by.items())}
+        for name, by in named.items()
+    }
+    sources = {
+        name: {
+            source: accepted / by["ALL"].steps
+            for source, (drafted, accepted) in sorted(by["ALL"].sources.items())
+            if drafted
+        }
+        for name, by in named.items()
+        if by.get("ALL", Tally()).steps
+    }
+    plots = [
+        bars("Tokens per step by category", categories),
+        bars("Accepted guesses a step by source", sources),
+    ]
+    plots += [chart("Accepted by depth", depths, "depth", "share of trees")]
     if any(len(points) > 1 for points in sizes.values()):
         plots.append(chart("Size of tree", sizes, "guesses a step", "tokens per step"))
     return "\n".join(plots)
@@ -211,11 +269,17 @@ def main(argv: list[str]) -> int:
     ]
     print()
     table(sources)
+    if warm := warmth(found):
+        print()
+        table(warm)
     depths = {f"{n}/{t}": by["ALL"].depths() for (n, t), by in found.items()}
     report = {"bench": "acceptance", "options": vars(args), "head": engine.info.draft_told}
-    write_json(args.json, {**report, "records": records, "sources": sources, "depths": depths})
+    write_json(
+        args.json,
+        {**report, "records": records, "sources": sources, "depths": depths, "warmth": warm},
+    )
     if args.html:
-        Path(args.html).write_text(page(vars(args), records, drawn(found)), encoding="utf-8")
+        Path(args.html).write_text(page(vars(args), records, found), encoding="utf-8")
     return 0
 
 

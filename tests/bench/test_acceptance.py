@@ -39,14 +39,18 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     main([
         "--target", str(model), "--prompts", str(prompts), "--max-tokens", "12", "--nodes", "3",
-        "--temperatures", "0", "--json", str(tmp_path / "a.json"),
+        "--temperatures", "0", "1", "--json", str(tmp_path / "a.json"),
         "--html", str(tmp_path / "a.html"),
     ])  # fmt: skip
     torch.set_num_threads(threads)
     report = json.loads((tmp_path / "a.json").read_text())
-    assert [record["category"] for record in report["records"]] == ["song", "talk", "ALL"]
-    song, talk, both = report["records"]
+    assert [record["category"] for record in report["records"]] == 2 * ["song", "talk", "ALL"]
+    song, talk, both = report["records"][:3]
     assert both["steps"] == song["steps"] + talk["steps"] > 0 and both["tok/step"] >= 1
     assert "tok/step" in capsys.readouterr().out
     text = (tmp_path / "a.html").read_text()
-    assert "<svg" in text and "Spec-Bench leaderboard" in text
+    assert text.count("<svg") == 3 and "Spec-Bench leaderboard" in text
+    # Our own figures stand among the published ones, and warm answers beside cold ones.
+    assert "this run" in text and "Tokens per step by category" in text
+    warm = {row["category"]: row["of T = 0"] for row in report["warmth"]}
+    assert warm["ALL"] == report["records"][5]["tok/step"] / both["tok/step"]
