@@ -24,6 +24,7 @@ from spec_serve.kernels import (
     attention_programs,
     draw_programs,
     fused_programs,
+    grouped_programs,
     quantised_linear_programs,
 )
 
@@ -31,16 +32,16 @@ from spec_serve.kernels import (
 NAMES = {
     "*i64": "node_ptr twig_ptr twig_slots prefix chain row_ids table positions ancestors slots "
     "tokens parents given logit_of chosen path accepted leaf bonus next_slots replayed masks "
-    "mask_of seeds top_k",
+    "mask_of seeds top_k order starts",
     "*i32": "work",
-    "*fp32": "part stats tops values temperature",
+    "*fp32": "part stats tops values temperature weights",
     "*fp64": "top_p min_p",
     "": "q k v out x residual weight added qkv cos sin q_weight k_weight k_pool v_pool gate_up "
-    "logits bias",
+    "logits bias down inner",
     "fp32": "scale softcap eps",
 }
 # Such parameters are multiples of 16 in real launches, which Triton finds out by itself there.
-STRIDE = re.compile(r"\w+_(node|head|slot|row|stride)|table_row")
+STRIDE = re.compile(r"\w+_(node|head|slot|row|expert|stride)|table_row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,11 @@ def variants(dtype: str, capability: int) -> Iterator[Variant]:
     p = attention_programs
     precision = "ieee" if dtype == "fp32" else "tf32"
     shape = {"HEADS": 8, "GROUP": 4, "LANES": 4, "D": 128, "DIM": 128, "ROWS": 4}
+    plain = shape | {"TAIL": 0, "TAIL_DIM": 16}
     for queries, keys, window, words in ((4, 64, 0, 1), (8, 32, 4096, 1), (16, 32, 48, 2)):
         held = {"QUERIES": queries, "KEYS": keys, "WINDOW": window, "NARROW": window == 48}
         more = {"CAPPED": window == 48, "WORDS": words, "PRECISION": precision, "WIDEN": False}
-        yield Variant(p.attend_tile, shape | held | more, {})
+        yield Variant(p.attend_tile, plain | held | more, {})
     yield Variant(p.merge_splits, shape | {"QUERIES": 8, "LINES": 4}, {}, 1)
     cut = {"WINDOW": 64, "QUERIES": 8, "KEYS": 32, "LEAST": 2, "ROWS": 64}
     yield Variant(p.plan_work, cut, {})
@@ -82,8 +84,25 @@ def variants(dtype: str, capability: int) -> Iterator[Variant]:
         yield Variant(d.best_of_block, held, {"tokens": "*i32"})
     yield Variant(d.best_of_row, {"BLOCKS": 128}, {"tokens": "*i32", "out": "*i64"}, 1)
     yield Variant(d.draw_filtered, {"BLOCK": 512}, {"out": "*i64"}, 8)
+    yield from sparse(precision)
     if dtype != "fp32":  # a float32 model holds plain weights
         yield from quantised()
+
+
+def sparse(precision: str) -> Iterator[Variant]:
+    """DeepSeek-V3's attention over latents and its 256 experts, for few tokens and for many."""
+    p = attention_programs
+    shape = {"HEADS": 8, "GROUP": 16, "LANES": 16, "D": 512, "DIM": 512, "TAIL": 64, "ROWS": 4}
+    shape |= {"TAIL_DIM": 64, "WINDOW": 0, "NARROW": False, "CAPPED": False, "WORDS": 1}
+    for queries in (1, 2):
+        held = {"QUERIES": queries, "KEYS": 16, "PRECISION": precision, "WIDEN": False}
+        yield Variant(p.attend_tile, shape | held, {}, 8)
+    g = grouped_programs
+    sizes = {"EXPERTS": 256, "WIDE": 256, "HIDDEN": 7168, "INNER": 2048, "N": 64, "K": 64}
+    for rows in (16, 64):
+        held = sizes | {"M": rows, "PRECISION": precision, "WIDEN": False}
+        yield Variant(g.gate_up_tile, held | {"MANY": 8}, {})
+        yield Variant(g.down_tile, held, {})
 
 
 def quantised() -> Iterator[Variant]:
