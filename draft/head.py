@@ -19,9 +19,12 @@ from spec_serve.cache.batch import TreeBatch
 from spec_serve.cache.pool import KVSpec, LayerKV
 from spec_serve.draft.head_file import HeadError, HeadFile
 from spec_serve.kernels.base import AttentionPlan
+from spec_serve.kernels.grouped import pick_grouped
 from spec_serve.target.config import ModelConfig
-from spec_serve.target.layers import MLP, Attention, Linear, RMSNorm, activation
-from spec_serve.target.model import Transformer, Weights, layout
+from spec_serve.target.experts import read_mixture
+from spec_serve.target.latent import LatentAttention, read_latent
+from spec_serve.target.layers import MLP, Attention, FeedForward, Linear, RMSNorm, activation
+from spec_serve.target.model import Transformer, Weights, kv_spec, layout
 from spec_serve.target.rope import Rotary, Rotation, rotate
 
 
@@ -99,9 +102,9 @@ class Layer:
     """A decoder layer whose attention may read something wider than the residual stream."""
 
     attention_norm: RMSNorm | None
-    attention: Attention | PartialAttention
+    attention: Attention | PartialAttention | LatentAttention
     mlp_norm: RMSNorm
-    mlp: MLP
+    mlp: FeedForward
 
     def read(self, x: Tensor) -> Tensor:
         """What attention reads of x [N, H] unless something else is given to it."""
@@ -110,6 +113,9 @@ class Layer:
     def note(self, read: Tensor, rotation: Rotation, kv: LayerKV, slots: Tensor) -> None:
         """K and V alone of what attention reads [N, in], written to `slots` [N]."""
         attention = self.attention
+        if isinstance(attention, LatentAttention):
+            attention.note(read, rotation, kv, slots)
+            return
         inner = attention.inner if isinstance(attention, PartialAttention) else attention
         heads, kv_heads, turned = inner.heads, inner.kv_heads, rotation[0].shape[-1]
         y = inner.qkv(read).view(-1, heads + 2 * kv_heads, inner.head_dim)
@@ -172,8 +178,8 @@ class FeatureHead:
         if file.has("embed_tokens.weight"):
             self._embedding = parts.tensor("embed_tokens.weight")
         self._layers = [parts.layer(i) for i in range(block.layers)]
-        self._rotary = Rotary(block.rope, config.rotary or block.head_dim, dtype, self.device)
-        self.kv_specs = (KVSpec(block.kv_heads, block.head_dim, dtype),) * block.layers
+        self._rotary = Rotary(block.rope, config.rotary or block.rotary, dtype, self.device)
+        self.kv_specs: tuple[KVSpec, ...] = (kv_spec(block, dtype),) * block.layers
         self.mask_feature: Tensor | None = None  # [1, H]
         if file.has("mask_hidden"):
             self.mask_feature = self._fused(parts.tensor("mask_hidden").view(1, -1))
@@ -279,9 +285,9 @@ class Parts:
     def __init__(self, file: HeadFile, dtype: torch.dtype, device: torch.device) -> None:
         self._file, self._dtype, self._device = file, dtype, device
 
-    def tensor(self, role: str) -> Tensor:
+    def tensor(self, role: str, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of a role."""
-        return self._file.tensor(role, self._dtype).to(self._device)
+        return self._file.tensor(role, dtype or self._dtype).to(self._device)
 
     def norm(self, role: str) -> RMSNorm | None:
         """The norm of a role, if there is one."""
@@ -313,15 +319,24 @@ class Parts:
         """Decoder layer i."""
         config, block, name = self._file.config, self._file.config.block, f"layers.{i}."
         after = self.needed(name + "post_attention_layernorm.weight")
-        attention: Attention | PartialAttention
-        if config.gated:
+        attention: Attention | PartialAttention | LatentAttention
+        if block.latent is not None:
+            below = _Below(self, name)
+            attention = read_latent(block.latent, block.heads, block.attention_scale, below)
+        elif config.gated:
             attention = self._gated(name)
         elif 0 < config.rotary < block.head_dim:
             attention = PartialAttention(self._attention(name), None)
         else:
             attention = self._attention(name)
         before = self.norm(name + "input_layernorm.weight")
-        return Layer(before, attention, after, self.mlp(name))
+        mlp: FeedForward
+        if block.experts is not None and block.experts.layers[i]:
+            below, act = _Below(self, name), activation(block.activation)
+            mlp = read_mixture(block.experts, below, act, pick_grouped(self._device))
+        else:
+            mlp = self.mlp(name)
+        return Layer(before, attention, after, mlp)
 
     def mlp(self, layer: str) -> MLP:
         """The gated MLP of a layer."""
@@ -355,3 +370,14 @@ class Parts:
         inputs = both.shape[1]
         qkv = Linear(torch.cat((query.reshape(-1, inputs), k, v)))
         return PartialAttention(self._attention(layer, qkv), Linear(gate.reshape(-1, inputs)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Below:
+    """One layer's tensors, by their names below it."""
+
+    parts: Parts
+    layer: str
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.parts.tensor(self.layer + name, dtype)

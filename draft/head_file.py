@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from spec_serve.target.config import ConfigError, ModelConfig
+from spec_serve.target.experts import expert_tensors
+from spec_serve.target.latent import latent_tensors
 from spec_serve.target.model import Weights
 
 Raw = Mapping[str, Any]
+
+LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+"""model_type of configurations whose layers have latent attention."""
 
 
 class HeadError(ConfigError):
@@ -141,6 +146,26 @@ def block_config(raw: Raw, layers: int, defaults: Raw | None = None) -> ModelCon
     return ModelConfig.from_checkpoint_config(plain)
 
 
+def sparse_block_config(raw: Raw, layers: int, mixture: bool) -> ModelConfig | None:
+    """Sizes of decoder layers with latent attention; None = the configuration is not DeepSeek's.
+
+    mixture: their MLPs are mixtures of experts.
+    """
+    if raw.get("model_type") not in LATENT_TYPES:
+        return None
+    plain = {
+        **raw,
+        "architectures": None,
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": False,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 1,
+    }
+    plain.pop("quantization_config", None)
+    block = ModelConfig.from_checkpoint_config(plain)
+    return block if mixture else replace(block, experts=None)
+
+
 def strip(names: Iterable[str], prefixes: tuple[str, ...]) -> dict[str, str]:
     """Role-like name -> name in the file, without the first of `prefixes` that fits."""
     found: dict[str, str] = {}
@@ -225,6 +250,13 @@ def _shapes(file: HeadFile) -> dict[str, tuple[int, ...]]:
         if block.qk_norm:
             shapes[layer + "self_attn.q_norm.weight"] = (dim,)
             shapes[layer + "self_attn.k_norm.weight"] = (dim,)
+        if block.latent is not None:
+            tensors = latent_tensors(block.latent, block.heads, hidden)
+            shapes.update({layer + name: shape for name, shape in tensors})
+        mixture = block.experts is not None and block.experts.layers[i]
+        if mixture and block.experts is not None:
+            tensors = expert_tensors(block.experts, hidden)
+            shapes.update({layer + name: shape for name, shape in tensors})
         for name, rows, columns, bias in (
             ("self_attn.q_proj", q, inputs, block.qkv_bias),
             ("self_attn.k_proj", kv, inputs, block.qkv_bias),
@@ -234,6 +266,8 @@ def _shapes(file: HeadFile) -> dict[str, tuple[int, ...]]:
             ("mlp.up_proj", inner, hidden, block.mlp_bias),
             ("mlp.down_proj", hidden, inner, block.mlp_bias),
         ):
+            if mixture if name.startswith("mlp.") else block.latent is not None:
+                continue
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{layer}{name}.bias"] = (rows,)

@@ -51,6 +51,8 @@ def unfit_head(file: HeadFile, target: NativeTransformer) -> str:
     config, block = file.config, file.config.block
     if block.layers != 1:
         return f"a head of {block.layers} layers"
+    if block.latent is not None or block.experts is not None:
+        return "latent attention or a mixture of experts"
     if config.gated or config.mask_token is not None:
         return f"a head of format {config.format}, with {'gates' if config.gated else 'a mask'}"
     if config.rotary not in (0, block.head_dim):

@@ -1,15 +1,15 @@
 """NEXTN (multi-token prediction) modules: found by their tensors, given roles, one file a module.
 
 They lie in the target's own checkpoint or in one beside it. Families differ in names, in the order
-of a pair's halves and in whether norms multiply by 1 + w; a table says how. Blocks must be dense;
-mixtures of experts and latent attention are refused by name. Equations are draft/head.py's
+of a pair's halves and in whether norms multiply by 1 + w; a table says how. Blocks are dense or
+DeepSeek's; other mixtures of experts are refused by name. Equations are draft/head.py's
 (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from spec_serve.draft.head_file import (
     block_config,
     checked,
     layers_in,
+    sparse_block_config,
     with_presence,
 )
 from spec_serve.target.config import ModelConfig
@@ -91,7 +92,7 @@ _ERNIE_OWN = (
     ("model.mtp_linear_proj.{k}.", "join."),
     ("model.mtp_block.{k}.", "layers.0."),
 )
-_REFUSED = (
+_NOT_DENSE = (
     ("mlp.experts.", "a mixture of experts"),
     ("mlp.gate.weight", "a mixture of experts"),
     ("self_attn.kv_a_proj", "latent attention (MLA)"),
@@ -155,16 +156,13 @@ def _read(
     target: ModelConfig, feedback: Literal["plain", "normed"],
 ) -> HeadFile:  # fmt: skip
     roles = _ernie_roles(k, names) if family is None else _roles(family, k, names)
-    for role, name in roles.items():
-        for part, what in _REFUSED:
-            if part in role:
-                raise HeadError(f"{name}: NEXTN blocks with {what} are not supported")
+    sparse = _sparse(roles, raw)
     rotary = raw.get("partial_rotary_factor") or 1.0
     parameters = dict(raw.get("rope_parameters") or {})
     rotary = parameters.pop("partial_rotary_factor", None) or rotary
     inner = {**raw, "partial_rotary_factor": None, "rope_parameters": parameters or None}
     inner = dict(raw.get("transformer_layer_config") or inner)
-    block = with_presence(block_config(inner, layers_in(roles)), roles)
+    block = sparse or with_presence(block_config(inner, layers_in(roles)), roles)
     block = replace(block, zero_centred=family is not None and family.zero_centred)
     if block.hidden != target.hidden:
         raise HeadError(
@@ -186,7 +184,7 @@ def _read(
         hidden_first=family is not None and family.hidden_first,
         feedback=feedback,
         gated=rows == 2 * block.heads * block.head_dim,
-        rotary=int(block.head_dim * rotary),
+        rotary=int(block.rotary * rotary),
     )
     needed = ["embed_norm.weight", "feature_norm.weight", "join.weight"]
     needed += ["layers.0.input_layernorm.weight"] + ["norm.weight"] * (family is not None)
@@ -194,6 +192,21 @@ def _read(
         if role not in roles:
             raise HeadError(f"{role}: missing from NEXTN module {k}")
     return checked(HeadFile(config, roles, weights))
+
+
+def _sparse(roles: Mapping[str, str], raw: Raw) -> ModelConfig | None:
+    """The block of a module that is not dense; None = it is. HeadError for one that isn't known."""
+    for role, name in roles.items():
+        for part, what in _NOT_DENSE:
+            if part not in role:
+                continue
+            mixture = any(".mlp.experts." in other for other in roles)
+            latent = any("self_attn.kv_a_proj" in other for other in roles)
+            block = sparse_block_config(raw, layers_in(roles), mixture) if latent else None
+            if block is None:
+                raise HeadError(f"{name}: NEXTN blocks with {what} are not supported")
+            return block
+    return None
 
 
 def _roles(family: Family, k: int, names: set[str]) -> dict[str, str]:
