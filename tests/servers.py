@@ -54,13 +54,20 @@ class Server:
             stub: Any = pb_grpc.SpecServeStub(channel)
             return stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60).stats
 
-    def wait_idle(self, within_s: float = 60.0) -> Any:
-        """Wait until nothing runs or waits; the counters then."""
-        end = time.monotonic() + within_s
-        while (now := self.stats()).running or now.waiting:
+    def wait_idle(self, quiet_looks: int = 1) -> Any:
+        """Wait until nothing runs or waits; the counters then.
+
+        quiet_looks: how often in a row they must be the same.
+        """
+        end, before, same = time.monotonic() + 60.0, None, 0
+        while True:
+            now = self.stats()
+            same = same + 1 if now == before else 1
+            if same >= quiet_looks and not (now.running or now.waiting):
+                return now
             assert time.monotonic() < end, now
+            before = now
             time.sleep(0.05)
-        return now
 
 
 @contextmanager

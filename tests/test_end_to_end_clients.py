@@ -139,7 +139,7 @@ def test_control_tokens_in_text_are_text(server: Server) -> None:
 
     def asked(path: str, **body: Any) -> Any:
         body |= {"max_tokens": 1, "return_token_ids": True}
-        return httpx.post(server.http + path, json=body, trust_env=False).json()
+        return httpx.post(server.http + path, json=body, timeout=60, trust_env=False).json()
 
     chat = asked("/v1/chat/completions", messages=[{"role": "user", "content": evil}])
     assert chat["prompt_token_ids"] == template
@@ -163,7 +163,7 @@ async def leave(server: Server, transport: str, seed: int) -> None:
     if transport == "http":
         body = {"prompt": prompt, "ignore_eos": True, "n": n, "max_tokens": 10_000}
         body["stream"] = chance.random() < 0.7
-        asking = httpx.AsyncClient(trust_env=False)
+        asking = httpx.AsyncClient(trust_env=False, timeout=60)
         async with asking:
             call = asyncio.create_task(asking.post(server.http + "/v1/completions", json=body))
             await asyncio.sleep(wait)
@@ -196,7 +196,7 @@ def test_clients_that_leave_leave_nothing(server: Server) -> None:
             )
 
     asyncio.run(go())
-    before = server.wait_idle(5.0)
+    before = server.wait_idle(quiet_looks=10)  # some who left may not have been read yet
     assert before.aborted > 0 and before.kv_used == 0
     got = ask(server, "grpc", prompt=PROMPT, max_tokens=32, ignore_eos=True)
     assert got.ids == tokens(engine("none"), TOKENS.encode(PROMPT), 32)
@@ -211,7 +211,7 @@ def test_sigterm_lets_what_runs_finish(model: Path, tmp_path: Path) -> None:
         async with Client(server.ws) as client:
             first = asyncio.create_task(ask_socket(client, **asked))
             second = asyncio.create_task(asyncio.to_thread(ask, server, "grpc", **asked))
-            while await asyncio.to_thread(lambda: server.stats().tokens_out) < 10:
+            while (await asyncio.to_thread(server.stats)).requests < 2:
                 await asyncio.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
             return await first, await second
@@ -219,5 +219,5 @@ def test_sigterm_lets_what_runs_finish(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path / "log", "--max-nodes", "0") as server:
         first, second = asyncio.run(go(server))
         assert first.told == second.told and first.counted == 140
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert "Traceback" not in server.log.read_text()

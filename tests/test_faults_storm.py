@@ -77,7 +77,7 @@ def test_streams_of_every_transport_are_not_touched_by_a_storm(tmp_path: Path) -
         seen: collections.Counter[str] = collections.Counter()
         asyncio.run(storm(server, seen, 11))  # to warm up: threads, pools, first imports
         server.wait_idle()
-        with balanced(server, 20.0), ThreadPoolExecutor(4) as pool:
+        with balanced(server), ThreadPoolExecutor(4) as pool:
             wanted = answers(server, max_tokens=100)[0]
             over = False
 

@@ -56,7 +56,7 @@ def base(echo: Running) -> str:
 
 @pytest.fixture(scope="module")
 def document(base: str) -> dict[str, Any]:
-    made: dict[str, Any] = httpx.get(f"{base}/openapi.json", trust_env=False).json()
+    made: dict[str, Any] = httpx.get(f"{base}/openapi.json", timeout=60, trust_env=False).json()
     return made
 
 

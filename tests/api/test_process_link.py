@@ -329,7 +329,7 @@ def test_an_engine_that_dies_while_draining_is_not_started_again() -> None:
 
 
 def test_stopping_while_the_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_link, "FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(process_link, "FIRST_PAUSE_S", 3600.0)
 
     async def go() -> None:
         for deaths in (1, 2):  # while the next one loads, and in the pause before
@@ -339,9 +339,7 @@ def test_stopping_while_the_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> 
                 await until(lambda link=link: link.alive)  # type: ignore[misc]
                 os.kill(pid(link), signal.SIGKILL)
                 await until(lambda link=link: not link.alive)  # type: ignore[misc]
-            begun = time.monotonic()
             assert await link.stop()
-            assert time.monotonic() - begun < 30
 
     run(go())
 
@@ -396,7 +394,7 @@ def test_the_engine_ends_with_its_server() -> None:
         "import sys, types, time; tests = types.ModuleType('tests'); "
         f"tests.__path__ = [{str(TESTS)!r}]; sys.modules['tests'] = tests; "
         "from tests.api.echo_process import echo_process; made = echo_process(); "
-        "print(made.child.pid, flush=True); time.sleep(60)"
+        "print(made.child.pid, flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-P", "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -404,7 +402,7 @@ def test_the_engine_ends_with_its_server() -> None:
         engine = int(server.stdout.readline())
         assert state(engine) != "Z"
         server.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while state(engine) != "Z":
         assert time.monotonic() < end, "the engine outlives its server"
         time.sleep(0.01)

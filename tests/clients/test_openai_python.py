@@ -225,7 +225,7 @@ def test_case_28_leaving_a_stream_ends_it(tiny: servers.Server, tiny_url: str) -
 
 def test_a_request_id_comes_back(echo: Running) -> None:
     address = echo.health.removesuffix("/health") + "/v1/models"
-    answer = httpx.get(address, headers={"x-request-id": "mine-1"}, trust_env=False)
+    answer = httpx.get(address, headers={"x-request-id": "mine-1"}, timeout=60, trust_env=False)
     assert answer.headers["x-request-id"] == "mine-1"
 
 
