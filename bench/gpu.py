@@ -28,7 +28,7 @@ from spec_serve.spec.load import pick_device
 from spec_serve.target.config import ModelConfig
 from spec_serve.target.model import Transformer, expected_tensors, load_model
 
-SECTIONS = ("compile", "correct", "attention", "steps", "draw")
+SECTIONS = ("compile", "correct", "attention", "steps", "draw", "quantised")
 Record = dict[str, object]
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
@@ -285,6 +285,10 @@ def main(argv: Sequence[str]) -> int:
         told(report, "attention", attention(meter, args.attention, speed, small))
     if "draw" in args.sections:
         told(report, "draw", draws(meter, small))
+    if "quantised" in args.sections and not meter.over():
+        from spec_serve.bench.gpu_quantised import quantised
+
+        told(report, "quantised", quantised(meter.ms, device, speed, small))
     for name in args.models if "steps" in args.sections and not meter.over() else ():
         dtype = torch.float32 if small else torch.bfloat16
         weights = Random(SMALL if small else MODELS[name], device)
@@ -295,5 +299,6 @@ def main(argv: Sequence[str]) -> int:
         del model
     report["cut short"] = meter.over()
     write_json(args.json, report)
-    wrong = [record for record in report.get("correct", ()) if record["good"] != "yes"]
+    judged = (*report.get("correct", ()), *report.get("quantised", ()))
+    wrong = [record for record in judged if "NO" in (record["good"], record.get("alone"))]
     return 1 if wrong else 0

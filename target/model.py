@@ -111,6 +111,7 @@ class Transformer:
         self.dtype = dtype
         self.device = embedding.device
         self.operations: Operations = TorchOperations()
+        self.held = ""  # the quantisation that matrices are held in
         # Rounded to the model's dtype, because the models were trained with the rounded factor.
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
         self._rotary = Rotary(config.rope, config.rotary, dtype, self.device)
@@ -128,7 +129,8 @@ class Transformer:
     @property
     def precision(self) -> str:
         """What the weights are, for people."""
-        return str(self.dtype).removeprefix("torch.")
+        plain = str(self.dtype).removeprefix("torch.")
+        return f"{self.held}, {plain}" if self.held else plain
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [N] -> [N, H], scaled as the model's first layer expects it."""
@@ -426,7 +428,10 @@ def load_model(
             reader.tensor(reader.prefix + "norm.weight"), config.eps, config.zero_centred
         )
         blocks = [_read_block(config, reader, i) for i in range(config.layers)]
-        return Transformer(config, embedding, blocks, norm, head, dtype)
+        made = Transformer(config, embedding, blocks, norm, head, dtype)
+        if keep and isinstance(checkpoint, QuantisedCheckpoint):
+            made.held = checkpoint.scheme.method
+        return made
 
 
 def _narrowed(embedding: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 def test_sections_run_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.json"
     given = ["--small", "--device", "cpu", "--attention", "torch", "--repeat", "1"]
-    sections = ["correct", "attention", "steps", "draw"]
+    sections = ["correct", "attention", "steps", "draw", "quantised"]
     line = [*given, "--json", str(path), "--models", "Qwen3-8B", "--sections", *sections]
     assert gpu.main(line) == 0
     report = json.loads(path.read_text())
@@ -28,6 +28,8 @@ def test_sections_run_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [(row["rows"], row["nodes"]) for row in rows] == [(1, 1), (1, 4), (2, 1), (2, 4)]
     assert all(row["ms"] > 0 and row["of reading weights"] > 0 for row in rows)
     assert [row["equal"] for row in report["draw"]] == [1.0] and not report["cut short"]
+    quantised = [(row["kind"], row["rows"], row["good"]) for row in report["quantised"]]
+    assert quantised[1::2] == [("int4", 3, "yes"), ("int8", 3, "yes"), ("fp8", 3, "yes")]
     assert "GB/s" in capsys.readouterr().out
 
 

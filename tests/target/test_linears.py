@@ -22,6 +22,7 @@ assert interpreted.DEVICE  # importing it skips this file where there is no Trit
 def test_a_model_runs_on_codes(tmp_path: Path, form: Format | Floats) -> None:
     plain = write(tmp_path, form)
     model = load_model(open_checkpoint(tmp_path), keep=True)
+    assert model.precision == f"{form.config['quant_method']}, float32"
     attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
     for held in (attention.qkv, attention.out, mlp.gate_up, mlp.down):  # type: ignore[attr-defined]
         assert isinstance(held, QuantisedLinear)
