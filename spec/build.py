@@ -7,6 +7,7 @@ committed and the rest goes back. Knows the store and the drafters' numbers; no 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
@@ -25,6 +26,7 @@ from spec_serve.spec.row import Row
 from spec_serve.spec.stakes import Part, Stakes, mean_context
 from spec_serve.spec.step import DraftRow, Job, Result
 
+PIECE, JOINED = 16, 8  # tokens of a running row told to others at a time, behind so many known
 AHEAD = 8  # slots kept for each running row when another one is admitted
 
 SourceMaker = Callable[[Row], list[Source]]
@@ -66,6 +68,7 @@ class Builder:
         computes = pool is not None and pool.device.type == "cpu"
         self._stakes = Stakes(cost, max_nodes, computes)
         self._built: list[Part] = []  # of the job built last
+        self._shared: set[str] = set()  # salts of which it has several rows
 
     def grow_always(self, depth: int, width: int) -> None:
         """Have the device drafter grow trees of this shape every step, whether it pays or not."""
@@ -155,6 +158,8 @@ class Builder:
         """
         parts = self._parts(picked)
         plan = self._plan(picked)
+        salts = Counter(row.request.salt for row, _ in picked)
+        self._shared = {salt for salt, rows_of in salts.items() if rows_of > 1}
         job, rows, starved = self._grant(parts, plan)
         if starved is not None and (plan.nodes or any(part.keep for part in parts)):
             self.undo(rows)
@@ -370,9 +375,18 @@ class Builder:
         self.store.commit(kv, tokens, kept, (following,))
         row.next_slot = following if following != TRASH else 0
         row.replay = False
+        if row.request.salt in self._shared and row.sources is not None:
+            self._tell(row)
         if job.drafting and any(part.b == b for part in job.drafting):
             self.store.mark_drafted([*kv.slots[row.drafted :], following])
             row.drafted = len(kv.tokens) + 1
+
+    def _tell(self, row: Row) -> None:
+        """Let those that run beside a row look up what it has written, once that is a piece."""
+        begin = max(row.filed, row.prompt_len)
+        if len(row.tokens) - begin >= PIECE:
+            self._retired(row.request.salt, row.tokens[max(begin - JOINED, 0) :])
+            row.filed = len(row.tokens)
 
     def sources(
         self, row: Row, path: Sequence[int], given: int

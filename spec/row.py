@@ -42,7 +42,7 @@ class Row:
 
     __slots__ = (
         "accepted_prediction", "admitted", "arrived", "before", "cached", "candidates",
-        "device_tree", "drafted", "ends", "first_token", "guessed", "idle", "index", "kv",
+        "device_tree", "drafted", "ends", "filed", "first_token", "guessed", "idle", "index", "kv",
         "last_token", "leader", "limit", "next_slot", "order", "owner", "prompt_len",
         "prompt_scored", "purse", "rejected_prediction", "replay", "request", "rest", "sampling",
         "scored", "segment", "shadow", "shared", "source_of", "sources", "steps", "told",
@@ -87,6 +87,7 @@ class Row:
         self.steps = 0
         self.sources: list[Source] | None = None
         self.told = 0  # tokens its look-ups know
+        self.filed = 0  # and of these, those that rows beside it can look up
         self.device_tree: Grown | None = None
         self.candidates: Candidates | None = None
         self.tree: TokenTree | None = None

@@ -193,7 +193,9 @@ def test_soak_ends_with_balanced_books_and_flat_memory() -> None:
     a compiled primitive per shape); its last part would show what Python can't see.
     """
     chooser = random.Random(10)
-    on = engine("near", lookup=True, depth=2, nodes=4, kv_tokens=4500, max_rows=48)
+    on = engine(
+        "near", family="shallow", lookup=True, depth=2, nodes=4, kv_tokens=4500, max_rows=48
+    )
     shared = [[chooser.randrange(300) for _ in range(30)] for _ in range(20)]
     waves, size = 10, 1000
     blocks: list[int] = []
@@ -234,3 +236,24 @@ def test_soak_ends_with_balanced_books_and_flat_memory() -> None:
         memory.append(resident())
     assert blocks[-1] - blocks[3] < size // 2, f"Python's blocks after each wave: {blocks}"
     assert memory[-1] - memory[6] < 16 << 20, f"resident bytes after each wave: {memory}"
+
+
+def test_rows_look_up_what_rows_beside_them_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accepted() -> int:
+        on = engine("lookup")
+        first, second = request(PROMPT, 120), request(PROMPT, 40)
+        on.submit(first)
+        for _ in range(60):
+            on.step()
+        on.submit(second)
+        found = 0
+        while not on.idle():
+            for event in on.step():
+                if isinstance(event, Delta) and event.request is second:
+                    found += event.step.sources.get("shared", (0, 0))[1]
+        on.store.check()
+        return found
+
+    assert accepted() > 10
+    monkeypatch.setattr("spec_serve.spec.build.PIECE", 10_000)
+    assert accepted() == 0
