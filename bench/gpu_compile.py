@@ -140,8 +140,11 @@ def compiled(variant: Variant, dtype: str, capability: int) -> dict[str, object]
         for name in names
     }
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    apart = {param.name for param in program.params if param.do_not_specialize_on_alignment}
     even = [
-        i for i, name in enumerate(names) if signature[name][0] == "*" or STRIDE.fullmatch(name)
+        i
+        for i, name in enumerate(names)
+        if name not in apart and (signature[name][0] == "*" or STRIDE.fullmatch(name))
     ]
     source = ASTSource(
         fn=program,

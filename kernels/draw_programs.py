@@ -13,6 +13,10 @@ NEVER = tl.constexpr(float("-inf"))
 LOWEST_KEY = tl.constexpr(-(1 << 31))
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 PIVOTS = tl.constexpr(16)
+# Parts of larger buffers: no program is compiled anew because one starts at a multiple of 16.
+PARTS = [
+    "masks", "mask_of", "temperature", "seeds", "positions", "top_k", "top_p", "min_p",
+]  # fmt: skip
 # Searches over 32 bits with 16 pivots.
 PASSES = tl.constexpr(8)
 
@@ -70,7 +74,7 @@ def logits_at(logits, masks, mask, ids, vocab, words):
     return tl.where(inside & allowed, x, NEVER)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS)
 def best_of_block(
     logits,
     masks,
@@ -214,7 +218,7 @@ def top_p_cut(
     return lower, tl.where(lower == cut, tl.minimum(ties, fit), fit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS)
 def draw_filtered(
     logits, masks, mask_of, temperature, seeds, positions, top_k, top_p, min_p, out, vocab, words,
     logits_row, BLOCK: tl.constexpr,

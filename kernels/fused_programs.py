@@ -9,6 +9,13 @@ know tensors, not layers, and run in Triton's interpreter too.
 import triton
 import triton.language as tl
 
+# Parts of one buffer, whose addresses depend on the parts before them: no program is compiled anew
+# because one of them happens to be a multiple of 16.
+PARTS = [
+    "tokens", "parents", "given", "logit_of", "node_ptr", "positions", "slots", "row_ids", "path",
+    "leaf", "next_slots", "replayed",
+]  # fmt: skip
+
 
 @triton.jit
 def normed(x, weight, eps, D: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr):
@@ -51,7 +58,7 @@ def norm_rows(
     tl.store(out + row * D + d, y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS)
 def rope_and_store(
     qkv,
     cos,
@@ -124,14 +131,15 @@ def silu_mul(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def drawn_at(logit_of, chosen, node):
-    """The token drawn at a node, or the one that must follow; -1 where there is none."""
-    at = tl.load(logit_of + node)
+def drawn_at(logit_of, chosen, node, wanted):
+    """The token drawn at a node, or the one that must follow; -1 where there is none, or where it
+    isn't wanted, and then nothing is read."""
+    at = tl.load(logit_of + node, mask=wanted, other=-1)
     token = tl.load(chosen + tl.maximum(at, 0), mask=at >= 0, other=0)
     return tl.where(at >= 0, token, -2 - at)
 
 
-@triton.jit(do_not_specialize=["depth"])
+@triton.jit(do_not_specialize=["depth"], do_not_specialize_on_alignment=PARTS)
 def walk_rows(
     tokens,
     parents,
@@ -155,7 +163,7 @@ def walk_rows(
         i = at + tl.arange(0, BLOCK)
         certain += tl.sum(tl.load(given + i, mask=i < stop, other=0), 0)
     here = start + certain - 1
-    token = drawn_at(logit_of, chosen, here)
+    token = drawn_at(logit_of, chosen, here, here >= 0)
     count = start * 0
     begin = here + 1
     for d in range(depth):
@@ -170,7 +178,7 @@ def walk_rows(
         tl.store(path + b * depth + d, child)
         found = child >= 0
         here = tl.where(found, child, here)
-        token = drawn_at(logit_of, chosen, here)
+        token = tl.where(found, drawn_at(logit_of, chosen, here, found), token)
         count += found.to(tl.int64)
         begin = tl.where(found, here + 1, stop)
     tl.store(accepted + b, count)
@@ -178,7 +186,7 @@ def walk_rows(
     tl.store(bonus + b, token)
 
 
-@triton.jit(do_not_specialize=["depth"])
+@triton.jit(do_not_specialize=["depth"], do_not_specialize_on_alignment=PARTS)
 def settle_rows(
     positions,
     slots,

@@ -220,4 +220,4 @@ def _keep(frame: Frame, verdict: Verdict) -> None:
     width = verdict.path.shape[1]
     told[:, 3 : 3 + width] = verdict.path
     if width < frame.depth:
-        told[:, 3 + width :] = -1
+        told[:, 3 + width :].fill_(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from spec_serve.cache.pool import LayerKV
 from spec_serve.kernels import fused
 from spec_serve.kernels.base import AttentionPlan
-from spec_serve.target.layers import MLP, Attention, Block, RMSNorm
+from spec_serve.target.layers import MLP, Attention, Block, FeedForward, RMSNorm, SelfAttention
 from spec_serve.target.rope import Rotation
 
 
@@ -72,7 +72,7 @@ class FusedOperations:
             if block.after_attention is not None:
                 mixed = self.norm(block.after_attention, mixed)
             read, x = add_norm(block.mlp_norm, mixed, x)
-            made = gated(block.mlp, read)
+            made = gated(block.mlp, read, rotation[0].shape[0])
             if block.after_mlp is not None:
                 made = self.norm(block.after_mlp, made)
         if made is not None:
@@ -91,7 +91,7 @@ def add_norm(norm: RMSNorm, made: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attended(
-    attention: Attention, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan
+    attention: SelfAttention, x: Tensor, rotation: Rotation, kv: LayerKV, plan: AttentionPlan
 ) -> Tensor:
     """`Attention`, with norms, rotation and the K/V write in one launch."""
     if not (
@@ -116,8 +116,8 @@ def attended(
     return attention.out(mixed)
 
 
-def gated(mlp: MLP, x: Tensor) -> Tensor:
-    """`MLP`, with the gate in one launch."""
+def gated(mlp: FeedForward, x: Tensor, nodes: int) -> Tensor:
+    """`MLP`, with the gate in one launch. nodes: rows beyond are padding."""
     if not isinstance(mlp, MLP) or mlp.act is not F.silu:
-        return mlp(x)
+        return mlp(x, nodes)
     return mlp.down(fused.silu_mul(mlp.gate_up(x)))

@@ -32,7 +32,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-class Waits(AssertionError):
+class Waits(RuntimeError):
     """Work that can't be captured: it waits for the device, or for the host."""
 
 
