@@ -104,6 +104,8 @@ def main(argv: Sequence[str]) -> int:
     stages = [stage.strip() for stage in given.stages.split(",")]
     if given.adapt and given.kind != "eagle3":
         return fail("adapt: block drafters can't be trained further here")
+    if given.kind == "block" and given.block_layers < 1:
+        return fail("block-layers: must be at least 1")
     if given.source and not given.adapt:
         return fail("from: say which head is served, with --adapt HEAD")
     if wrong := [stage for stage in stages if stage not in STAGES]:

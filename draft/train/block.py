@@ -88,7 +88,7 @@ class BlockHead(NamedWeights):
         contexts = torch.cat([context for context, _, _ in sequences])
         lengths = [len(context) for context, _, _ in sequences]
         counts = [len(anchors) for _, anchors, _ in sequences]
-        x = torch.cat([embedded for _, _, embedded in sequences]).view(-1, plain.hidden)
+        x = torch.cat([embedded for _, _, embedded in sequences]).view(-1, plain.hidden).float()
         device = x.device
         places = torch.cat([torch.arange(n, device=device) for n in lengths])
         inside = torch.arange(size, device=device)
@@ -191,7 +191,7 @@ def learn(
         places = anchors.unsqueeze(1) + inside  # [A, S]
         there = places < last
         places = places.clamp(max=last)
-        hidden.append(example.hidden[places])
+        hidden.append(example.hidden[places].float())
         known.append(example.known[places] & there)
     right = torch.cat(known)
     wanted = teacher(torch.cat(hidden).flatten(0, 1))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from spec_serve.api import cli, cli_train
 from spec_serve.draft.eagle3 import read_eagle3
@@ -213,6 +214,7 @@ def test_the_command_makes_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert head.config.taps == (2, 3, 3) and head.config.draft_vocab == 120
     assert sum(1 for _ in read_answers(Folder(folder).answers)) == 60
     adapt(model, folder / "head", tmp_path)
+    block(model, Folder(folder), tmp_path)
     adapt_from_traffic(model, folder / "head", tmp_path)
     assert "better" in capsys.readouterr().err
     assert cli.main([*argv, "--stages", "bake"]) == 2
@@ -240,12 +242,32 @@ def adapt(model: Path, head: Path, root: Path) -> None:
     assert not run.best.exists() and not (run.root / "head").exists()
 
 
+def block(model: Path, captured: Folder, root: Path) -> None:
+    """A block drafter from the same captures."""
+    folder = Folder(root / "block")
+    folder.root.mkdir()
+    for name in ("train", "held", "answers.jsonl"):
+        (folder.root / name).symlink_to(captured.root / name)
+    argv = [
+        "train", "--target", str(model), "--folder", str(folder.root), "--stages", "train",
+        "--kind", "block", "--pairs", "100", "--unrolled", "3", "--draft-vocab", "120", "--quiet",
+    ]  # fmt: skip
+    assert cli.main([*argv, "--block-layers", "0"]) == 2
+    assert cli.main([*argv, "--adapt", str(model)]) == 2
+    assert cli.main(argv) == 0
+    log = read_log(folder)
+    assert len(log[-1]["loss"]) == 3 and log[-1]["pairs"] >= 100
+    with safe_open(folder.checkpoint, "pt") as opened:
+        names = set(opened.keys())
+    assert "weight/layers/1/mlp/up_proj" in names and "weight/layers/2/mlp/up_proj" not in names
+
+
 def adapt_from_traffic(model: Path, head: Path, root: Path) -> None:
     """What a server kept makes its head better, and `current` names the better one."""
     kept = root / "server"
     argv = [
         "train", "--target", str(model), "--adapt", str(head), "--from", str(kept), "--every", "4",
-        "--unrolled", "2", "--batch-pairs", "64", "--pairs", "800", "--quiet", "--learning-rate",
+        "--unrolled", "2", "--batch-pairs", "64", "--quiet", "--learning-rate",
     ]  # fmt: skip
     assert cli.main([*argv, "5e-3"]) == 1  # no such folder
     ring = Traffic(kept, 1 << 20)
@@ -253,9 +275,9 @@ def adapt_from_traffic(model: Path, head: Path, root: Path) -> None:
     for i in range(12):  # servers are asked the same again and again
         ring.add(said[i % 2].prompt, said[i % 2].answer, 0.0)
     ring.close()
-    assert cli.main([*argv, "1e-9"]) == 0
+    assert cli.main([*argv, "1e-9", "--pairs", "64"]) == 0
     assert current(kept) is None and adapted("lookup+x", str(kept)) == "lookup+x"
-    assert cli.main([*argv, "5e-3"]) == 0
+    assert cli.main([*argv, "5e-3", "--pairs", "600"]) == 0
     found = current(kept)
     assert found is not None and found.name == "00001" and not (kept / "candidate").exists()
     assert adapted("lookup+x", str(kept)) == f"lookup+{found}"
