@@ -2,8 +2,9 @@
 
 `translate` reads the header only (and `rope_freqs`, a few hundred bytes). Knows the architectures
 llama, qwen2, qwen3 and gemma3 and what their converters do to the tensors: rows of q and k
-interleaved (llama), norms with 1 added (gemma3). Knows nothing of blocks of quantised data, and
-refuses what it can't place rather than run another model than the file holds.
+interleaved (llama), norms with 1 added (gemma3); mixtures are target/gguf_experts.py's. Knows
+nothing of blocks of quantised data, and refuses what it can't place rather than run another model
+than the file holds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from spec_serve.target.dequant import SUPPORTED
 from spec_serve.target.gguf import CheckpointError, GGUFFile, TensorInfo
+from spec_serve.target.gguf_experts import CLASSES, expert_parts, experts_config
 
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>")
 """Tokens that end a turn wherever they exist; files name one of possibly several."""
@@ -27,6 +29,7 @@ _HF_CLASSES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    **{arch: names for arch, names in CLASSES.items() if arch != "llama"},
 }
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -45,6 +48,8 @@ _BLOCKS = {
     "llama": _BLOCK,
     "qwen2": _BLOCK,
     "qwen3": {**_BLOCK, **_QK_NORMS},
+    "qwen2moe": _BLOCK,
+    "qwen3moe": {**_BLOCK, **_QK_NORMS},
     "gemma3": {
         **_BLOCK,
         **_QK_NORMS,
@@ -55,7 +60,6 @@ _BLOCKS = {
 }
 # Keys that would change the function computed and have no place in config.json: neutral values.
 _NEUTRAL: dict[str, object] = {
-    "expert_count": 0,
     "embedding_scale": 1.0,
     "residual_scale": 1.0,
     "logit_scale": 1.0,
@@ -223,7 +227,7 @@ def _config(metadata: _Metadata, layers: int) -> dict[str, Any]:
         "eos_token_id": _ends(metadata, rows),
         "pad_token_id": metadata.token("padding", rows),
     }
-    if arch != "qwen2":
+    if arch not in ("qwen2", "qwen2moe"):
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if arch == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
@@ -236,6 +240,7 @@ def _config(metadata: _Metadata, layers: int) -> dict[str, Any]:
             )
     elif arch == "gemma3":
         config.update(_gemma3(metadata, config))
+    config.update(experts_config(metadata, shapes, layers))
     return config
 
 
@@ -344,7 +349,7 @@ def _tensors(metadata: _Metadata, config: dict[str, Any], layers: int) -> dict[s
     arch = metadata.arch
     blocks = _BLOCKS[arch]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    tensors = {}
+    tensors: dict[str, Stored] = {}
     for info in metadata.file.tensors:
         stem, _, ending = info.name.rpartition(".")
         parts = stem.split(".", 2)
@@ -352,6 +357,14 @@ def _tensors(metadata: _Metadata, config: dict[str, Any], layers: int) -> dict[s
             continue
         if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and len(parts[1]) < 7:
             if int(parts[1]) >= layers:
+                continue
+            split = expert_parts(metadata, config, parts[2], info)
+            if split is not None:
+                layer = f"model.layers.{int(parts[1])}."
+                held = {f"{layer}{below}.{ending}": Stored(part) for below, part in split.items()}
+                if ending != "weight" or held.keys() & tensors.keys():
+                    raise metadata.fail(f"tensor {info.name!r} has no place in a mixture")
+                tensors.update(held)
                 continue
             where = blocks.get(parts[2])
             name = where and f"model.layers.{int(parts[1])}.{where}"
