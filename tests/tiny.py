@@ -51,7 +51,7 @@ _DEEPSEEK: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     "qwen2-moe": {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
     },
     "qwen3-moe": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
