@@ -110,10 +110,10 @@ def quantised() -> Iterator[Variant]:
     p = quantised_linear_programs
     types = {"codes": "*u8", "zero": "*u8", "order": "*i64", "scale": "*fp16"}
     for kind, tiles, ordered in (("int4", 4, True), ("int8", 1, False), ("fp8", 2, False)):
-        form = {"KIND": kind, "OFFSET": 8, "ZEROS": kind == "int4", "ORDERED": ordered}
-        form |= {"PIECE": 128, "WIDTH": 64}
-        run = {"GROUPED": kind != "int8", "BIASED": ordered, "PAD": False, "TILES": tiles}
-        run |= {"SPLITS": 1 + tiles // 2, "PRECISION": "tf32", "WIDEN": False}
+        form: dict[str, Any] = {"KIND": kind, "OFFSET": 8, "PIECE": 128, "WIDTH": 64}
+        form |= {"ZEROS": kind == "int4", "ORDERED": ordered}
+        run: dict[str, Any] = {"GROUPED": kind != "int8", "BIASED": ordered, "PAD": False}
+        run |= {"TILES": tiles, "SPLITS": 1 + tiles // 2, "PRECISION": "tf32", "WIDEN": False}
         yield Variant(p.multiply, form | run, types)
         if kind == "fp8":
             yield Variant(p.expand, form, types)
