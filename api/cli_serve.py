@@ -54,8 +54,14 @@ def main(argv: Sequence[str]) -> int:
         if serve.engine_process:
             engine, tokenizer = open_process(settings)
         else:
+            import spec_serve.spec.load  # noqa: F401  (two threads must not begin it both)
+
             thread = EngineThread()
-            engine, tokenizer = thread.begin(lambda: open_engine(settings)).result()
+            opening = thread.begin(lambda: open_engine(settings))
+            # Found and compiled while the weights are read: a third of a second of the start.
+            import spec_serve.api.server  # noqa: F401
+
+            engine, tokenizer = opening.result()
     except SettingError as error:
         return fail(error)
     except (ValueError, OSError) as error:

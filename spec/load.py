@@ -22,6 +22,7 @@ from spec_serve.spec.adapt_link import adapted
 from spec_serve.spec.assemble import EngineOptions, assemble
 from spec_serve.spec.drafting import DraftLoader
 from spec_serve.spec.engine import Engine
+from spec_serve.target.gguf import headers_kept
 from spec_serve.target.hub import resolve
 from spec_serve.target.model import Model, load_model
 from spec_serve.target.native import load_native, unfit
@@ -107,6 +108,7 @@ def _no_model(path: Path) -> Model:
     raise ValueError(f"{path} is a whole model, not a head")
 
 
+@headers_kept()
 def build_engine(options: EngineOptions, progress: Progress = _quiet) -> tuple[Engine, Tokenizer]:
     """Load what `options` names. Raises ValueError (with the option's name) for what can't be."""
     check_options(options)

@@ -9,7 +9,11 @@ quantised tensor decode (target/dequant.py).
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +190,22 @@ class _Cursor:
         return np.frombuffer(self._data[start : self.at], dtype)
 
 
+_kept: ContextVar[dict[tuple[Path, int, int, int], GGUFFile] | None] = ContextVar(
+    "headers", default=None
+)
+
+
+@contextmanager
+def headers_kept() -> Iterator[None]:
+    """Within it, a header is read once however often a file is opened: vocabularies and merges are
+    hundreds of thousands of strings, and who loads a model asks for them three times."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def read_metadata(path: Path | str) -> GGUFFile:
     """Read and check the header of a GGUF file; tensor data are left unread.
 
@@ -193,12 +213,20 @@ def read_metadata(path: Path | str) -> GGUFFile:
     Types that can't be decoded are no error here, so that they can be listed.
     """
     path = Path(path)
+    kept = _kept.get()
     try:
         with path.open("rb") as file:
+            told = os.fstat(file.fileno())
+            key = (path, told.st_ino, told.st_size, told.st_mtime_ns)
+            if kept is not None and key in kept:
+                return kept[key]
             if file.read(4) != MAGIC:
                 raise CheckpointError(f"{path}: not a GGUF file (it does not begin with 'GGUF')")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(_Cursor(data, path), path, len(data))
+                made = _read(_Cursor(data, path), path, len(data))
+            if kept is not None:
+                kept[key] = made
+            return made
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read ({error.strerror or error})") from error
 

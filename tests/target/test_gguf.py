@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from spec_serve.target import dequant
 from spec_serve.target.dequant import SUPPORTED, block_of, decode
-from spec_serve.target.gguf import GGML_TYPES, CheckpointError, TensorInfo, read_metadata
+from spec_serve.target.gguf import (
+    GGML_TYPES,
+    CheckpointError,
+    TensorInfo,
+    headers_kept,
+    read_metadata,
+)
 
 # Bytes at which a block's float16 fields begin: random bits there would be infinities and NaNs.
 HALVES = {
@@ -275,3 +281,20 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
         short.write_bytes(content[:length])
         with pytest.raises(CheckpointError):
             read_metadata(short)
+
+
+def test_a_header_is_read_once_while_a_model_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    for names in (["a"], ["a", "b"]):
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_array("tokenizer.ggml.tokens", names)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        if names == ["a"]:
+            with headers_kept():
+                first = read_metadata(path)
+                assert read_metadata(path) is first
+            assert read_metadata(path) is not first
+    with headers_kept():
+        assert read_metadata(path).metadata["tokenizer.ggml.tokens"] == ["a", "b"]
