@@ -131,6 +131,7 @@ def try_out(source: str, within_s: float = WITHIN_S, until: float | None = None)
 def _asked(way: socket.socket, source: str, within_s: float, left: float) -> str | None:
     """What a process says of it; None if it died of it. Raises Busy."""
     data = source.encode("utf-8", "surrogatepass")
+    end = monotonic() + left
     try:
         way.settimeout(left)
         way.sendall(struct.pack("<ffI", within_s, left + GRACE_S, len(data)) + data)
@@ -142,6 +143,8 @@ def _asked(way: socket.socket, source: str, within_s: float, left: float) -> str
         said = None
     if said is None:
         way.close()
+        if monotonic() >= end:  # then it may have ended for the time that passed
+            raise Busy
     else:
         with _lock:
             _idle.append(way)

