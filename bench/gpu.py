@@ -1,9 +1,10 @@
 """The GPU path in one command: programs compiled, checked against torch, and timed.
 
 Sections: compile (no GPU needed), correct, attention (bytes read against bandwidth), steps (a whole
-verify step of known models with random weights against reading them), draw. Sections stop taking up
-new work when the time given is over, and say so. Prints tables and writes JSON. Where there is no
-GPU, `--small` runs the same code on a CPU to show that it works; its times mean nothing.
+verify step of known models with random weights against reading them), draw, quantised, gaps (time
+the device idles between steps), served (tokens a second with an oracle's guesses). Sections stop
+taking up new work when the time given is over, and say so. Prints tables and writes JSON. Where
+there is no GPU, `--small` runs the same code on a CPU to show that it works; times mean nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ import torch
 from torch import Tensor
 
 from spec_serve.bench.gpu_cases import Case, Problem, bushy, error, large_cases, make, small_cases
+from spec_serve.bench.gpu_steps import gaps, served
 from spec_serve.bench.report import table, write_json
 from spec_serve.cache.batch import Twig, build_batch
 from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import TokenTree, root
 from spec_serve.kernels.base import AttentionBackend, pick_backend
+from spec_serve.kernels.graphs import CudaCapture
 from spec_serve.spec.load import pick_device
+from spec_serve.spec.runner import graphs_fit
 from spec_serve.target.config import ModelConfig
 from spec_serve.target.model import Transformer, expected_tensors, load_model
+from spec_serve.target.operations import operations_for
 
-SECTIONS = ("compile", "correct", "attention", "steps", "draw", "quantised")
+SECTIONS = ("compile", "correct", "attention", "steps", "draw", "quantised", "gaps", "served")
 Record = dict[str, object]
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
@@ -168,7 +173,10 @@ def steps(
     floor: float,
     small: bool,
 ) -> Iterator[Record]:
-    """A whole forward, head included, against the milliseconds that reading the weights takes."""
+    """A whole forward, head included, against the milliseconds that reading the weights takes; by
+    fused kernels, and as a graph, where an engine would run it so."""
+    capture = CudaCapture(meter.device) if graphs_fit(meter.device, backend) else None
+    model.operations = operations_for(meter.device)
     contexts, batches = ((32,), (1, 2)) if small else ((512, 2048, 16384), (1, 8, 64))
     base: dict[tuple[int, int], float] = {}
     for context in contexts:
@@ -179,7 +187,8 @@ def steps(
             for nodes in (1, 4) if small else (1, 2, 4, 8, 16, 32, 64, 128):
                 if meter.over() or rows * nodes > 2048:
                     continue
-                ms = meter.ms(_forward(model, pool, backend, context, rows, nodes))
+                run = _forward(model, pool, backend, context, rows, nodes)
+                ms = meter.ms(run if capture is None else capture.record(run))
                 one = base.setdefault((context, rows), ms)
                 yield {"model": name, "context": context, "rows": rows, "nodes": nodes, "ms": ms,
                        "of reading weights": ms / floor, "of one node": ms / one}  # fmt: skip
@@ -188,7 +197,7 @@ def steps(
 
 def _forward(
     model: Transformer, pool: KVPool, backend: AttentionBackend, context: int, rows: int, nodes: int
-) -> Callable[[], object]:
+) -> Callable[[], None]:
     tree: TokenTree = bushy(nodes, 1) if nodes > 1 else root(1)
     per_row = context + nodes
     pool.table[:rows, :context] = (
@@ -199,9 +208,10 @@ def _forward(
         for row in range(rows)
     ]
 
-    def run() -> object:
-        batch = build_batch(twigs, pool.device)
-        return model.forward(batch, pool.layers, backend.plan(batch, pool.table))
+    batch = build_batch(twigs, pool.device)
+
+    def run() -> None:
+        model.forward(batch, pool.layers, backend.plan(batch, pool.table))
 
     return run
 
@@ -289,13 +299,18 @@ def main(argv: Sequence[str]) -> int:
         from spec_serve.bench.gpu_quantised import quantised
 
         told(report, "quantised", quantised(meter.ms, device, speed, small))
-    for name in args.models if "steps" in args.sections and not meter.over() else ():
+    whole = {"steps", "gaps", "served"} & set(args.sections)
+    for name in args.models if whole and not meter.over() else ():
         dtype = torch.float32 if small else torch.bfloat16
         weights = Random(SMALL if small else MODELS[name], device)
         model = load_model(weights, dtype, device)
-        backend = pick_backend(device, args.attention[0])
-        floor = weights.values_read() * dtype.itemsize / speed * 1e3
-        told(report, f"steps {name}", steps(meter, model, name, backend, floor, small))
+        if "steps" in whole:
+            backend = pick_backend(device, args.attention[0])
+            floor = weights.values_read() * dtype.itemsize / speed * 1e3
+            told(report, f"steps {name}", steps(meter, model, name, backend, floor, small))
+        for section, run in (("gaps", gaps), ("served", served)):
+            if section in whole:
+                told(report, f"{section} {name}", run(model, name, small, meter.over))
         del model
     report["cut short"] = meter.over()
     write_json(args.json, report)

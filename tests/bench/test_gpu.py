@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 def test_sections_run_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.json"
     given = ["--small", "--device", "cpu", "--attention", "torch", "--repeat", "1"]
-    sections = ["correct", "attention", "steps", "draw", "quantised"]
+    sections = ["correct", "attention", "steps", "draw", "quantised", "gaps", "served"]
     line = [*given, "--json", str(path), "--models", "Qwen3-8B", "--sections", *sections]
     assert gpu.main(line) == 0
     report = json.loads(path.read_text())
@@ -30,6 +30,11 @@ def test_sections_run_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row["equal"] for row in report["draw"]] == [1.0] and not report["cut short"]
     quantised = [(row["kind"], row["rows"], row["good"]) for row in report["quantised"]]
     assert quantised[1::2] == [("int4", 3, "yes"), ("int8", 3, "yes"), ("fp8", 3, "yes")]
+    # The oracle's guesses are right as often as it means them to be, seven a step.
+    speeds = {(row["rows"], row["guesses"]): row for row in report["served Qwen3-8B"]}
+    assert speeds[1, "off"]["tokens/step/row"] == 1.0 and speeds[1, "oracle"]["tokens/s"] > 0
+    assert speeds[1, "oracle"]["tokens/step/row"] > 2 < speeds[2, "oracle"]["tokens/step/row"]
+    assert [row["graphs"] for row in report["gaps Qwen3-8B"]] == ["yes", "no"] * 2
     assert "GB/s" in capsys.readouterr().out
 
 
