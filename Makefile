@@ -12,7 +12,8 @@ EXTRAS ?=
 TESTS ?=
 # Test processes, more than cores: many tests wait. Files are the unit, as fixtures of a module are
 # expensive; tests/conftest.py puts the slowest first. Plugins that other packages bring along stay
-# out, as every process would take seconds to import them.
+# out, as every process would take seconds to import them; modules are compiled once, not by every
+# server that a test starts.
 JOBS  ?= 3
 
 VENV   := .venv
@@ -42,7 +43,7 @@ serve: $(READY) ## set up, fetch the default model and serve it
 	@exec $(BIN)/spec-serve --target $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV) ## set up and run the whole test suite, lint and types included
-	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/pytest -p xdist.plugin -p _hypothesis_pytestplugin \
+	PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/pytest -p xdist.plugin -p _hypothesis_pytestplugin \
 	    -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(DEV) ## ruff and mypy alone

@@ -86,6 +86,7 @@ def assemble(
     attention: AttentionBackend | None = None,
     vocab_size: int = 0,
     cost: CostCurve | None = None,
+    draft_cost: CostCurve | None = None,
     limits: Limits | None = None,
     spelling: Spelling | None = None,
     draft_told: str = "",
@@ -94,8 +95,8 @@ def assemble(
     """An engine around a loaded target.
 
     vocab_size: leading ids that mean something (0 = all of the head's rows); the rows behind them
-    are padding, never emitted and refused in requests. cost: a known cost curve; None = measure
-    it now. spelling: the tokenizer constraints are compiled for; None = they are refused.
+    are padding, never emitted and refused in requests. cost, draft_cost: known cost curves; None =
+    measure them now. spelling: the tokenizer constraints are compiled for; None = they are refused.
     draft_told: what its rehearsal found out about the drafter. progress: told the share of graphs
     recorded, on a GPU.
     """
@@ -123,8 +124,7 @@ def assemble(
     if cost is None:
         pick_threads(runner)
         cost = measure(runner, [n for n in SIZES if n == 1 or n < min(slots, context)])
-    draft_cost = None
-    if drafter is not None:
+    if drafter is not None and draft_cost is None:
         draft_cost = _draft_cost(drafter, pool, target, attention, cost, timed)
     lookups = Lookups(store) if lookup else None
 

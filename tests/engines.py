@@ -35,22 +35,35 @@ from spec_serve.spec.request import (
     Stopping,
 )
 from spec_serve.target.model import Transformer, load_model
-from tests.tiny import noisy_copy, tiny_checkpoint, tiny_model
+from tests.tiny import MemoryCheckpoint, noisy_copy, tiny_checkpoint, tiny_model
 
 FLAT = [(1, 1.0), (4096, 1.0001)]
+# A whole model that drafts; known, as timing one takes longer than most tests.
+DRAFTS = [(1, 1.5), (4096, 1.5001)]
 _ids = count()
+
+
+def _checkpoint(family: str) -> MemoryCheckpoint:
+    """The family "shallow" is a llama of one layer, for tests where what it says is no matter.
+
+    Its K/V depend on a token and its position alone, so it can't show that they are of another
+    path: tests of exactness need deeper ones.
+    """
+    if family == "shallow":
+        return tiny_checkpoint("llama", num_hidden_layers=1)
+    return tiny_checkpoint(family)
 
 
 @cache
 def target(family: str = "llama") -> Transformer:
     """The tiny target T."""
-    return tiny_model(family)
+    return load_model(_checkpoint(family), torch.float32, "cpu")
 
 
 @cache
 def near(family: str = "llama") -> Transformer:
     """T plus small noise: proposals are right now and then."""
-    return load_model(noisy_copy(tiny_checkpoint(family), 0.25), torch.float32, "cpu")
+    return load_model(noisy_copy(_checkpoint(family), 0.25), torch.float32, "cpu")
 
 
 @cache
@@ -119,12 +132,14 @@ def engine(
         speculation=speculation,
         step_tokens=step_tokens,
     )
+    drafts = draft or drafter(kind, family)
     made = assemble(
         model or target(family),
         options,
-        drafter=draft or drafter(kind, family),
+        drafter=drafts,
         lookup=kind == "lookup" if lookup is None else lookup,
         cost=CostCurve(FLAT),
+        draft_cost=CostCurve(DRAFTS) if isinstance(drafts, StandaloneDrafter) else None,
         spelling=spelling,
     )
     made.builder.grow_always(depth, width)
