@@ -9,11 +9,12 @@ neither has seen: only if the candidate needs fewer steps there, by more than ch
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,12 +34,28 @@ Bar = Callable[[str, bool], AbstractContextManager[cli_train.Update]]
 
 def adapt(given: argparse.Namespace, settings: Settings, bar: Bar) -> None:
     """One candidate from the traffic there is. ValueError for what a user can mend."""
-    from spec_serve.draft.heads import find_head
-    from spec_serve.draft.train.session import Folder
-
     root = Path(given.source)
     if not root.is_dir():
         raise ValueError(f"from: {root} is no folder")
+    with _alone(root):
+        _adapt(root, given, settings, bar)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Hold the folder against other runs; the system lets go of it however a run ends."""
+    with (root / "lock").open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"from: another run is at work in {root}") from error
+        yield
+
+
+def _adapt(root: Path, given: argparse.Namespace, settings: Settings, bar: Bar) -> None:
+    from spec_serve.draft.heads import find_head
+    from spec_serve.draft.train.session import Folder
+
     run = Folder(root / "candidate")
     judged = Folder(run.root / "judged")
     served = current(root) or find_head(given.adapt) or Path(given.adapt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -275,6 +276,9 @@ def adapt_from_traffic(model: Path, head: Path, root: Path) -> None:
     for i in range(12):  # servers are asked the same again and again
         ring.add(said[i % 2].prompt, said[i % 2].answer, 0.0)
     ring.close()
+    with (kept / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert cli.main([*argv, "1e-9"]) == 1  # one run at a time
     assert cli.main([*argv, "1e-9", "--pairs", "64"]) == 0
     assert current(kept) is None and adapted("lookup+x", str(kept)) == "lookup+x"
     assert cli.main([*argv, "5e-3", "--pairs", "600"]) == 0
