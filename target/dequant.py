@@ -32,6 +32,7 @@ PLAIN = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Types without blocks; ggml and safetensors call them alike."""
 

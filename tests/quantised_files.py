@@ -174,6 +174,9 @@ FLOATS = (
                       block_structure=[32, 32]), "weight_scale", (32, 32)),
     Floats("fp8, blocks", {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                            "weight_block_size": [48, 32]}, "weight_scale_inv", (48, 32)),
+    Floats("fp8, scales of a byte", {"quant_method": "fp8", "scale_fmt": "ue8m0",
+                                     "weight_block_size": [32, 32]}, "weight_scale_inv", (32, 32),
+           scales=torch.float8_e8m0fnu),
     Floats("fp8, tensor", {"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale",
            one=True),
 )  # fmt: skip
@@ -214,7 +217,7 @@ def floats(weight: Tensor, form: Floats) -> tuple[dict[str, Tensor], Tensor]:
     for r in range(outputs):
         for c in range(0, inputs, columns):
             by = scale[r // rows, c // columns].float()
-            part = (weight[r, c : c + columns] / by).to(torch.float8_e4m3fn)
+            part = (weight[r, c : c + columns] / by).clamp(-448, 448).to(torch.float8_e4m3fn)
             stored[r, c : c + columns] = part
             means[r, c : c + columns] = part.float() * by
     tensors = {"weight": stored, form.scale_name: scale.reshape(()) if form.one else scale}
