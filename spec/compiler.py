@@ -21,6 +21,7 @@ from spec_serve.spec.bounds import Bounds, Counters
 from spec_serve.spec.grammar import Grammar, Lexicon, MatchError, Spelling, tidy
 from spec_serve.spec.grammar_source import FIELD, refused, source_of
 from spec_serve.spec.request import Constraint, Request, RequestError
+from spec_serve.spec.schema_words import placed
 from spec_serve.spec.trial import WITHIN_S, Busy, get_ready, try_out
 
 log = logging.getLogger("spec_serve.engine")
@@ -148,7 +149,7 @@ class Compiler:
         grammar = known.grammar if isinstance(known, Compiled) else None
         hostile = grammar is None and constraint.kind in HOSTILE
         if hostile and (wrong := try_out(source, self._within_s, until)):
-            raise refused(tidy(wrong))
+            raise refused(placed(tidy(wrong), schema))
         lexicon = self._make_lexicon()
         bounds = None
         if needs_bounds(constraint):
@@ -157,7 +158,10 @@ class Compiler:
                     self._counters = Counters(lexicon)
             bounds = Bounds(self._counters, constraint, marker)
         if grammar is None:
-            grammar = Grammar(lexicon, source, schema)
+            try:
+                grammar = Grammar(lexicon, source, schema)
+            except MatchError as error:
+                raise refused(placed(str(error), schema)) from None
         if bounds is not None:
             first = grammar.start().allowed()
             bounds.limit(bounds.start, first)

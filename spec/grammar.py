@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -181,7 +182,12 @@ def tidy(message: str) -> str:
     message = message.partition("<backtrace>")[0].replace("<non-verbose/>", "")
     if message.startswith("NoExtension"):
         return "no text fits it"
-    lines = [line.strip() for line in message.strip().split("\n")]
+    raw = message.strip().split("\n")
+    lines = [line.strip() for line in raw]
+    for before, line in pairwise(raw):
+        # Below a regular expression, which stands four blanks further in.
+        if before.startswith("    ") and line.strip() and set(line.strip()) == {"^"}:
+            lines.append(f"at its character {line.index('^') - 3}")
     return "; ".join(line for line in lines if line and "|" not in line[:6] and set(line) != {"^"})[
         :300
     ]

@@ -14,6 +14,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from spec_serve.spec.request import Constraint, RequestError
+from spec_serve.spec.schema_words import BY_NAME, DATA, anchored, contained, counted, negated
 from spec_serve.spec.shipped import SHIPPED
 
 FIELD = "constraint"
@@ -28,10 +29,6 @@ MOST_DIVISORS = 10_000  # product of the different multipleOfs of a schema
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
 BOUNDED = r"(\x0A[\x20\x09]{0,20}|[\x20\x09]{1,2})"
 _REPEAT = re.compile(r"\{(\d+)?(?:,(\d+)?)?\}")
-_DATA = frozenset({"const", "enum", "default", "examples"})  # keywords of a schema that hold values
-_BY_NAME = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)  # and those that hold schemas by name
 _IN_PLACE = frozenset(
     {"allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef", "$recursiveRef", "dependentSchemas",
      "contains"}
@@ -116,7 +113,9 @@ def _from_schema(schema: Any, constraint: Constraint) -> str:
     }  # fmt: skip
     if schema is False:
         raise refused("no text fits it")
-    given = {} if schema is True else _written(schema)
+    given = {} if schema is True else _written(anchored(schema))
+    if given is False:
+        raise refused("no text fits it")
     try:
         return LLMatcher.grammar_from_json_schema(given, overrides=options)  # type: ignore[arg-type]
     except ValueError as error:
@@ -179,7 +178,7 @@ def _written(schema: Any) -> Any:
         return schema
     made: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in _BY_NAME and isinstance(value, dict):
+        if name in BY_NAME and isinstance(value, dict):
             patterns = name == "patternProperties"
             made[name] = {
                 (ascii_digits(key, words=True) if patterns else key): _written(inner)
@@ -188,14 +187,16 @@ def _written(schema: Any) -> Any:
         elif name == "pattern" and isinstance(value, str):
             made[name] = ascii_digits(value, words=True)
         else:
-            made[name] = value if name in _DATA else _written(value)
+            made[name] = value if name in DATA else _written(value)
     return _plainer(made)
 
 
 def _plainer(schema: dict[str, Any]) -> Any:
     """The same schema without keywords that can't be enforced and needn't be: those that say
     nothing as they stand, and those that another keyword says as well."""
-    made = dict(schema)
+    made = contained(counted(schema))
+    if (other := negated(made)) is not made:
+        return _plainer(other) if isinstance(other, dict) else other
     for name, plain in (("unevaluatedProperties", "additionalProperties"),
                         ("unevaluatedItems", "items")):  # fmt: skip
         # What other keywords evaluate is known where none of them applies schemas in place.

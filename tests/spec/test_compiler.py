@@ -69,6 +69,12 @@ REFUSED = {
     "constraint.max_chars": Constraint("text", max_chars=0),
     "constraint.min_chars": Constraint("text", max_chars=3, min_chars=4),
     "constraint.banned": Constraint("text", banned=("",)),
+    "(at #/properties/a~1b/items/not)": schema(
+        {"properties": {"a/b": {"items": {"not": {"type": "null"}}}, "not": {}}}
+    ),
+    "(at #/anyOf/1/type)": schema({"anyOf": [{"type": "null"}, {"type": "nil"}]}),
+    "at its character 3": Constraint("regex", "ab[c-"),
+    "2(6)": Constraint("lark", 'start: b\nb: "x'),
     "its bounds": Constraint("choices", '["abc"]', banned=("a",)),
 }
 
