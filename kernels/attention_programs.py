@@ -13,15 +13,10 @@ import triton.language as tl
 MANY = tl.constexpr(1 << 30)
 # Numbers that change from step to step: no program is compiled anew because one of them is 1.
 VARYING = ["rows", "first", "target"]
-# Parts of one buffer: nor because of where in it one of them begins.
-PARTS = [
-    "node_ptr", "twig_ptr", "twig_slots", "prefix", "chain", "row_ids", "positions", "ancestors",
-    "slots",
-]  # fmt: skip
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=PARTS)
+@triton.jit(do_not_specialize=VARYING)
 def plan_work(
     node_ptr,
     twig_ptr,
@@ -175,7 +170,37 @@ def seen_keys(
     return seen & held[None, :]
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=PARTS)
+@triton.jit
+def place_of_item(work, b, item, rows):
+    """An item's number within row b, and of the row: splits, blocks of a split, tiles."""
+    begin = tl.load(work + b)
+    splits = tl.load(work + 3 * (rows + 1) + b)
+    share = tl.load(work + 3 * (rows + 1) + rows)
+    return item - begin, splits, share, (tl.load(work + b + 1) - begin) // splits
+
+
+@triton.jit
+def channels(x, at, real, first: tl.constexpr, c, count: tl.constexpr):
+    """[M, C]: channels first + c [C] of what begins at offsets `at` [M]; 0 for c >= count."""
+    mask = real[:, None] & (c < count)[None, :]
+    return tl.load(x + at[:, None] + (first + c)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def scores(
+    queries, rest, k, at, held, d, t, D: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """[M, K]: queries [M, DIM] and their tail times the keys at offsets `at` [K]."""
+    keys = tl.load(k + at[None, :] + d[:, None], mask=held[None, :] & (d < D)[:, None], other=0.0)
+    s = tl.dot(queries, keys.to(queries.dtype), input_precision=PRECISION)
+    if TAIL > 0:
+        mask = held[None, :] & (t < TAIL)[:, None]
+        more = tl.load(k + at[None, :] + (D + t)[:, None], mask=mask, other=0.0)
+        s += tl.dot(rest, more.to(queries.dtype), input_precision=PRECISION)
+    return s
+
+
+@triton.jit(do_not_specialize=VARYING)
 def attend_tile(
     q, k, v, out, part, stats, work, node_ptr, twig_ptr, twig_slots, prefix, chain, row_ids, table,
     positions, ancestors, rows, first, scale, softcap, q_node, q_head, k_slot, k_head, v_slot,
@@ -187,9 +212,8 @@ def attend_tile(
 ):  # fmt: skip
     """One item: QUERIES nodes of a row, all heads of one K/V head, one split of the keys.
 
-    A value has D channels; a key has as many and TAIL behind them.
-
-    Online softmax as in FlashAttention (Dao et al. 2022), in powers of two. What was split goes to
+    A value has D channels; a key has as many and TAIL behind them. Online softmax as in
+    FlashAttention (Dao et al. 2022), in powers of two. What was split goes to
     part [parts, kv heads, M, DIM] float32, and log2 of its sum of weights to stats, for merging.
     WIDEN: factors become float32 first; the interpreter knows no products of bfloat16.
     """
@@ -198,10 +222,7 @@ def attend_tile(
     b = row_of_item(work + 1, item, rows, ROWS)
     if b >= rows:
         return
-    local = item - tl.load(work + b)
-    splits = tl.load(work + 3 * width + b)
-    share = tl.load(work + 3 * width + rows)
-    tiles = (tl.load(work + b + 1) - tl.load(work + b)) // splits
+    local, splits, share, tiles = place_of_item(work, b, item, rows)
     tile = local % tiles
 
     start = tl.load(node_ptr + b)
@@ -219,14 +240,14 @@ def attend_tile(
     node = start + index
     place = tl.load(positions + node, mask=real, other=0)
     own = twig - nodes + index  # the query's number in the twig
-    q_at = node[:, None] * q_node + (head * GROUP + lane)[:, None] * q_head + d[None, :]
-    queries = tl.load(q + q_at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    q_at = node * q_node + (head * GROUP + lane) * q_head
+    queries = channels(q, q_at, real, 0, d, D)
     factor: tl.constexpr = tl.float32 if WIDEN else queries.dtype
     queries = queries.to(factor)
+    rest, t = queries, d
     if TAIL > 0:
         t = tl.arange(0, TAIL_DIM)
-        q_at = node[:, None] * q_node + (head * GROUP + lane)[:, None] * q_head + (D + t)[None, :]
-        rest = tl.load(q + q_at, mask=real[:, None] & (t < TAIL)[None, :], other=0.0).to(factor)
+        rest = channels(q, q_at, real, D, t, TAIL).to(factor)
     last = twig - nodes + tl.minimum((tile + 1) * QUERIES, nodes)
     begin, end = keys_of_item(
         local // tiles, share, before, twig, last, chained, place, real,
@@ -242,14 +263,8 @@ def attend_tile(
         held = j < before + twig
         slot = tl.load(slots_of_row + j, mask=j < before, other=0)
         slot += tl.load(twig_slots + twig_start + j - before, mask=(j >= before) & held, other=0)
-        k_at = slot[None, :] * k_slot + head * k_head + d[:, None]
-        keys = tl.load(k + k_at, mask=held[None, :] & (d < D)[:, None], other=0.0)
-        s = tl.dot(queries, keys.to(factor), input_precision=PRECISION)
-        if TAIL > 0:
-            k_at = slot[None, :] * k_slot + head * k_head + (D + t)[:, None]
-            more = tl.load(k + k_at, mask=held[None, :] & (t < TAIL)[:, None], other=0.0)
-            s += tl.dot(rest, more.to(factor), input_precision=PRECISION)
-        s *= scale
+        k_at = slot * k_slot + head * k_head
+        s = scores(queries, rest, k, k_at, held, d, t, D, TAIL, PRECISION) * scale
         if CAPPED:
             s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E) / softcap) + 1.0))
         seen = seen_keys(
@@ -258,8 +273,7 @@ def attend_tile(
         )  # fmt: skip
         s = tl.where(seen, s * LOG2E, float("-inf"))
         weights, top, total, fade = softened(top, total, s)
-        v_at = slot[:, None] * v_slot + head * v_head + d[None, :]
-        values = tl.load(v + v_at, mask=held[:, None] & (d < D)[None, :], other=0.0)
+        values = channels(v, slot * v_slot + head * v_head, held, 0, d, D)
         mixed = tl.dot(weights.to(factor), values.to(factor), input_precision=PRECISION)
         acc = acc * fade[:, None] + mixed
 
@@ -275,7 +289,7 @@ def attend_tile(
         tl.store(stats + where, tl.where(total > 0, top + tl.log2(whole), float("-inf")))
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=PARTS)
+@triton.jit(do_not_specialize=VARYING)
 def merge_splits(
     out,
     part,
@@ -332,7 +346,7 @@ def merge_splits(
     tl.store(out + out_at + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=PARTS)
+@triton.jit
 def store_kv(
     k,
     v,
