@@ -21,6 +21,9 @@ from spec_serve.draft.train.named import NamedWeights, rotate
 from spec_serve.draft.train.unroll import Example, Teacher, Unrolled
 from spec_serve.draft.train.warm import TargetParts, calmed, features_of
 
+UNSURE = 0.4
+"""What the logits of a head that knows nothing yet are scaled by, against the target's."""
+
 Blocks = tuple[Tensor, Tensor, Tensor]
 """Features made context [n, H], the anchors' positions [A], what is embedded [A, B, H]."""
 
@@ -236,15 +239,16 @@ def warm_block(
 ) -> None:
     """Set all weights of `head`. kept: [D] target ids of its vocabulary.
 
-    Output rows, final norm and the MLP's inner directions are the target's, the features become its
-    final state; what writes to the residual stream begins at zero."""
+    Output rows, final norm (calmer) and the last MLP's inner directions are the target's. Features
+    become its final state, and the first layer's attention hands on what it sees of it; all else
+    that writes to the residual stream begins at zero."""
     plain = head.shape.plain
     chance = torch.Generator().manual_seed(seed)
     tensors = {name: held.clone() for name, held in head.named().items()}
     features, usual = features_of(target, examples, plain.eps)
     tensors["fc.weight"] = features
     tensors["lm_head.weight"] = target.rows[kept]
-    tensors["norm.weight"] = target.norm
+    tensors["norm.weight"] = target.norm * UNSURE
     same = plain.intermediate == target.gate.shape[0]
     for i in range(head.shape.layers):
         for part in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
@@ -255,7 +259,29 @@ def warm_block(
             tensors[f"layers.{i}.mlp.gate_proj.weight"] = target.gate
             tensors[f"layers.{i}.mlp.up_proj.weight"] = calmed(target, examples)
             tensors[f"layers.{i}.post_attention_layernorm.weight"] = target.mlp_norm
+    first = "layers.0.self_attn."
+    tensors[first + "v_proj.weight"], tensors[first + "o_proj.weight"] = _handed_on(
+        plain, features, examples
+    )
     head.take(tensors, usual)
+
+
+def _handed_on(
+    plain: HeadShape, features: Tensor, examples: Sequence[Example]
+) -> tuple[Tensor, Tensor]:
+    """V and output projections that pass the main directions of the context on unchanged."""
+    width = plain.kv_heads * plain.head_dim
+    gram = torch.zeros(plain.hidden, plain.hidden, dtype=torch.float64)
+    for example in examples:
+        made = example.taps[example.first :].float() @ features.T
+        context = F.rms_norm(made, (plain.hidden,), None, plain.eps).double()
+        gram += context.T @ context
+    main = torch.linalg.eigh(gram).eigenvectors[:, -width:].float()  # [H, kv width]
+    main = F.pad(main, (width - main.shape[1], 0))  # heads may be wider than the target
+    group = plain.heads // plain.kv_heads
+    spread = main.view(plain.hidden, plain.kv_heads, 1, plain.head_dim) / group
+    wide = spread.expand(-1, -1, group, -1).reshape(plain.hidden, -1)
+    return main.T.contiguous(), wide
 
 
 def block_config(shape: BlockShape, **more: Any) -> Mapping[str, Any]:
