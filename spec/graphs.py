@@ -72,9 +72,7 @@ class _Recorded:
 class StepGraphs:
     """The graphs of one device. Nothing is recorded before `record`."""
 
-    def __init__(
-        self, parts: Parts, capture: Capture, max_rows: int, max_nodes: int, scratch: int = 0
-    ) -> None:
+    def __init__(self, parts: Parts, capture: Capture, max_rows: int, max_nodes: int) -> None:
         """max_nodes: guesses of a row at most; a path is at most as long."""
         self._parts = parts
         self._capture = capture
@@ -84,6 +82,7 @@ class StepGraphs:
         self._recorded: dict[Tier, _Recorded] = {}
         self._drafts: dict[tuple[Tier, Shape], DraftGraph] = {}
         self._asked: Counter[tuple[Tier, Shape]] = Counter()
+        self._refused: set[tuple[Tier, Shape]] = set()
         self._wanted: tuple[Tier, Shape] | None = None
         device = parts.pool.device
         most = max(tier.nodes for tier in self._tiers)
@@ -182,7 +181,8 @@ class StepGraphs:
         graph = self._drafts.get(key)
         if graph is None:
             self._asked[key] += 1
-            if self._asked[key] > 1 and len(self._drafts) < DRAFTS:
+            room = len(self._drafts) < DRAFTS and key not in self._refused
+            if room and self._asked[key] > 1:
                 self._wanted = key
             return None
         if not judged:
@@ -208,7 +208,7 @@ class StepGraphs:
             )
         except RuntimeError:
             log.exception("drafting by %s can't be recorded and runs without a graph", shape.plan)
-            self._asked[wanted] = -(1 << 30)
+            self._refused.add(wanted)
 
 
 def _keep(frame: Frame, verdict: Verdict) -> None:

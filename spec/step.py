@@ -200,7 +200,9 @@ class TorchDevice:
         step = Step(job.twigs, job.next_slots, job.next_tokens, job.depth, job.drafting)
         seen = seen_by(step, batch, verdict, taps)
         device = self.pool.device
-        grants = torch.tensor([row.grants for row in job.drafting]).to(device, non_blocking=True)
+        rows, scratch = len(job.drafting), len(job.drafting[0].grants)
+        (flat,) = sent(device, [slot for row in job.drafting for slot in row.grants])
+        grants = flat.view(rows, scratch)
         noise = RowNoise([row.state for row in job.drafting], device)
         return self._drafter.propose(seen, grants, job.plan, noise)
 
