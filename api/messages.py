@@ -14,8 +14,11 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from spec_serve.api.parts import INT64 as _INT64
-from spec_serve.api.parts import MAX_BAD_WORDS, MAX_IDS, MAX_SEGMENTS, MAX_STOPS
+from spec_serve.api.parts import MAX_BAD_WORDS as MAX_BAD_WORDS
+from spec_serve.api.parts import MAX_IDS as MAX_IDS
+from spec_serve.api.parts import MAX_SEGMENTS as MAX_SEGMENTS
 from spec_serve.api.parts import MAX_STOP_CHARS as MAX_STOP_CHARS
+from spec_serve.api.parts import MAX_STOPS as MAX_STOPS
 from spec_serve.api.parts import Constrained as Constrained
 from spec_serve.api.parts import Constraint as Constraint
 from spec_serve.api.parts import NamedTool as NamedTool

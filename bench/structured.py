@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from spec_serve.bench.report import table, write_json
 from spec_serve.bench.running import Run, run
 from spec_serve.bench.schemas import EXAMPLE, ORDER, Asked, made, orders
 from spec_serve.spec.assemble import EngineOptions
-from spec_serve.spec.compiler import Compiler
+from spec_serve.spec.compiler import Compiler, due
 from spec_serve.spec.engine import Engine
 from spec_serve.spec.load import build_engine
 from spec_serve.spec.request import Constraint, RequestError, Sampling
@@ -277,6 +278,30 @@ def suite_schemas(folder: Path) -> list[str]:
     return [json.dumps(group["schema"]) for path in files for group in json.loads(path.read_text())]
 
 
+def _names(number: int) -> dict[str, Any]:
+    """Properties that take long to compile."""
+    return {"type": "object", "properties": {f"n{number}_{i}": {} for i in range(15_000)}}
+
+
+def answered(compiler: Compiler, constraints: list[Constraint]) -> list[str]:
+    """What a server would answer to these, arriving together, and after how long."""
+    arrived = time.monotonic()
+    until = due(arrived)
+
+    def answer(constraint: Constraint) -> str:
+        try:
+            compiler.begin(constraint, until).result(max(0.0, until - time.monotonic()))
+            said = "compiled"
+        except TimeoutError:
+            said = "overloaded"
+        except RequestError as error:
+            said = "refused" if error.code == "invalid_request" else error.code
+        return f"{said} in {(time.monotonic() - arrived) * 1e3:.0f} ms"
+
+    with ThreadPoolExecutor(len(constraints)) as pool:
+        return list(pool.map(answer, constraints))
+
+
 def compiling(tokenizer: Tokenizer, sources: list[str]) -> dict[str, Any]:
     """Milliseconds to compile, or to refuse, each schema; and hostile constraints."""
     compiler = Compiler(tokenizer)
@@ -289,15 +314,12 @@ def compiling(tokenizer: Tokenizer, sources: list[str]) -> dict[str, Any]:
         except RequestError:
             refused += 1
         times.append((time.perf_counter() - begun) * 1e3)
-    hostile = {}
-    for name, constraint in HOSTILE.items():
-        begun = time.perf_counter()
-        try:
-            compiler.compile(constraint)
-            hostile[name] = "compiled"
-        except RequestError:
-            hostile[name] = "refused"
-        hostile[name] += f" in {(time.perf_counter() - begun) * 1e3:.0f} ms"
+    hostile = {name: answered(compiler, [one])[0] for name, one in HOSTILE.items()}
+    many = [
+        Constraint("json_schema", json.dumps({"anyOf": [_names(n), True], "description": str(n)}))
+        for n in range(12)
+    ]
+    hostile["twelve at once"] = ", ".join(answered(compiler, many))
     return {
         "schemas": len(sources), "refused": refused, "p50 ms": percentile(times, 0.5),
         "p95 ms": percentile(times, 0.95), "max ms": max(times), "hostile": hostile,

@@ -28,7 +28,7 @@ log = logging.getLogger("spec_serve.engine")
 
 HOSTILE = frozenset({"regex", "json_schema", "lark"})  # what can be made to take for ever
 FIRST_S = 30.0  # for the tokenizer's words, which the very first one waits for
-ANSWER_S = 0.9  # from a request's arrival to what becomes of its constraint
+ANSWER_S = 0.8  # from a request's arrival to what becomes of its constraint
 LEAST_S = 0.3  # of that, where reading the rest of the request took longer
 PATIENCE_S = 10.0  # where nobody said when it arrived, as in batches
 KEPT_BYTES = 64 << 20

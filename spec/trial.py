@@ -24,13 +24,13 @@ from time import monotonic
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 COMMAND = (sys.executable, "-P", "-m", "spec_serve.spec.trial")
-WITHIN_S = 0.4  # of processor time, so that what is refused is the same on a busy machine
+WITHIN_S = 0.25  # of processor time, so that what is refused is the same on a busy machine
 START_S = 20.0  # for the very first process to begin
 LEAST_S = 0.05  # of time left, below which nothing is begun
 GRACE_S = 0.05  # after which a process ends by itself though nobody waits for it
 MEMORY = 1 << 30  # bytes of address space
 AT_ONCE = 2
-NICE = 5  # the engine goes first
+NICE = 2  # the engine goes first
 
 # A step of a matcher is given up rather than let others wait; a shared lexer stays below 100 MB.
 LIMITS = {

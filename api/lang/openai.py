@@ -28,6 +28,7 @@ _PASSED = ("max_tokens", "stop")
 _SAMPLED = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "logit_bias",
 )  # fmt: skip
+_BOUNDS = ("max_chars", "min_chars", "max_words", "max_sentences", "banned")
 _REASONS: dict[str, m.Reason] = {"stop": "stop", "length": "length"}
 _CODES: dict[int, m.Code] = {
     401: "unauthorized", 403: "forbidden", 404: "model_not_found", 429: "rate_limited",
@@ -144,6 +145,8 @@ class OpenAIBackend:
         if left:
             self._warn(f"left out: {', '.join(sorted(left))}")
         wanted = options.get("constraint")
+        if wanted is not None:
+            self._warn_of(wanted)
         if wanted is not None and wanted["kind"] == "json_object":
             body["response_format"] = {"type": "json_object"}
         elif wanted is not None and wanted["kind"] == "json_schema":
@@ -155,6 +158,13 @@ class OpenAIBackend:
         elif wanted is not None and wanted["kind"] != "text":
             raise ProgramError(f"constraint: this server has no grammars ({wanted['kind']})")
         return body
+
+    def _warn_of(self, wanted: dict[str, Any]) -> None:
+        """What of a constraint such a server can't be told."""
+        if wanted.get("after"):
+            raise ProgramError("constraint: this server can't be told to wait for a marker (after)")
+        if left := [name for name in _BOUNDS if wanted.get(name)]:
+            self._warn(f"left out: {', '.join(left)}")
 
     def _messages(self, token_ids: list[int]) -> list[dict[str, str]]:
         made: list[dict[str, str]] = []

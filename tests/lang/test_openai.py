@@ -27,6 +27,13 @@ async def talk(s: ss.State, name: str) -> Any:
 
 
 @ss.program
+async def bounded(s: ss.State, after: ss.Const[str]) -> Any:
+    s += ss.user("the")
+    s += ss.assistant(ss.gen("a", max_tokens=2, max_chars=90, banned=["zzz"], after=after))
+    return s["a"]
+
+
+@ss.program
 async def lesser(s: ss.State, choices: ss.Const[list[str]]) -> Any:
     s += ss.user("the")
     s += ss.assistant("In ", ss.select("c", ["one", "the other"]), ss.gen("d", max_tokens=1))
@@ -54,6 +61,10 @@ def test_the_same_program_on_a_server_without_ids() -> None:
                 await talk.arun("you", on=ss.OpenAIBackend(url, "another"))
             failed = group.value.exceptions[0]
             assert isinstance(failed, ServerError) and failed.code == "model_not_found"
+            with pytest.warns(ss.OpenAIWarning, match="left out: max_chars, banned"):
+                await bounded.bind(after="").arun(on=foreign)
+            with pytest.raises(ss.ProgramError, match="after"):
+                await bounded.bind(after="x").arun(on=foreign)
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 with pytest.raises(ss.ProgramError, match="none of the choices"):
