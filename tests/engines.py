@@ -37,9 +37,9 @@ from spec_serve.spec.request import (
 from spec_serve.target.model import Transformer, load_model
 from tests.tiny import MemoryCheckpoint, noisy_copy, tiny_checkpoint, tiny_model
 
-FLAT = [(1, 1.0), (4096, 1.0001)]
+FLAT = [(1, 1.0), (1024, 1.0001)]
 # A whole model that drafts; known, as timing one takes longer than most tests.
-DRAFTS = [(1, 1.5), (4096, 1.5001)]
+DRAFTS = [(1, 1.5), (16, 1.5001)]
 _ids = count()
 
 
