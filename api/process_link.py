@@ -159,7 +159,8 @@ class ProcessLink:
 
     def drain(self) -> None:
         self._draining = True
-        self._post(p.Drain())
+        if self._ready:  # one that loads is told when it has loaded: all but the end would end it
+            self._post(p.Drain())
 
     async def flush(self) -> int:
         """See EngineLink."""

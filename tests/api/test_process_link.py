@@ -328,6 +328,22 @@ def test_an_engine_that_dies_while_draining_is_not_started_again() -> None:
     run(go())
 
 
+def test_draining_while_the_engine_restarts_leaves_it_alone() -> None:
+    async def go() -> None:
+        async with linked() as link:
+            os.kill(pid(link), signal.SIGKILL)
+            await until(lambda: not link.alive)
+            await until(lambda: link._channel is not None)
+            link.drain()
+            await until(lambda: link.alive)
+            assert len(link._deaths) == 1
+            with pytest.raises(RequestError) as caught:
+                Asked(link, "late")
+            assert caught.value.code == "draining"
+
+    run(go())
+
+
 def test_stopping_while_the_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_link, "FIRST_PAUSE_S", 3600.0)
 
