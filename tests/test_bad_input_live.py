@@ -122,7 +122,7 @@ async def calls(server: Server, seen: collections.Counter[str], seed: int) -> No
         generate = channel.unary_stream("/specserve.v1.SpecServe/Generate")
         for _ in range(150):
             try:
-                async for _ in generate(mutated(chance, good), timeout=10):
+                async for _ in generate(mutated(chance, good), timeout=60):
                     pass
                 seen["grpc OK"] += 1
             except grpc.aio.AioRpcError as error:

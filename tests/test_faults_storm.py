@@ -43,7 +43,7 @@ async def messages(
         for turn in range(120):
             bad = [mutated(chance, good) for _ in range(4 if method == SESSION else 1)]
             try:
-                answer = many(iter(bad), timeout=5) if method == SESSION else single(bad[0])
+                answer = many(iter(bad), timeout=60) if method == SESSION else single(bad[0])
                 async for _ in answer:
                     if turn % 3 == 0:
                         break

@@ -58,7 +58,7 @@ async def serving(engine: Echo | None, **changes: Any) -> AsyncIterator[Server]:
 async def asked(engine: Echo | None = None) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     async with serving(engine) as server:
         base = f"http://127.0.0.1:{server.port}"
-        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=60) as client:
             yield server, client
 
 
@@ -69,7 +69,7 @@ async def talking(
     async with serving(engine) as server:
         base = f"http://127.0.0.1:{server.port}"
         async with anthropic.AsyncAnthropic(
-            api_key="none", base_url=base, max_retries=0, timeout=20
+            api_key="none", base_url=base, max_retries=0, timeout=60
         ) as client:
             yield server, client
 

@@ -18,7 +18,7 @@ COMP_WORDS=({" ".join(f"'{word}'" for word in words)}); COMP_CWORD={len(words) -
 _spec_serve; printf '%s\\n' "${{COMPREPLY[@]}}"
 """
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stderr == ""
     return {line for line in done.stdout.splitlines() if line}

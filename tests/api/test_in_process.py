@@ -23,7 +23,7 @@ def test_programs_run_beside_the_engine() -> None:
             async with Client(server.addresses()[0]) as client:
                 assert await told(await bound.arun("you", on=client)) == found
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 120))
 
 
 def test_answers_refusals_and_the_end() -> None:
@@ -48,4 +48,4 @@ def test_answers_refusals_and_the_end() -> None:
             await long.aclose()
             await until(lambda: engine.stats().running == 0)
 
-    asyncio.run(asyncio.wait_for(go(), 30))
+    asyncio.run(asyncio.wait_for(go(), 120))

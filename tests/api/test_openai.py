@@ -27,7 +27,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 async def asked(engine: Echo | None = None) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     async with served(engine) as (server, _):
         base = f"http://127.0.0.1:{server.port}"
-        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=60) as client:
             yield server, client
 
 

@@ -17,6 +17,7 @@ from spec_serve.api import program_wire as w
 from spec_serve.api.programs import registered
 from spec_serve.client import Client, ConnectionLost, ServerError
 from spec_serve.lang.parts import Append, Body, Const, Fork, Loop, Plain, Ref
+from tests.api.serving import until
 from tests.lang import tools
 from tests.lang.tiny_server import running
 
@@ -52,7 +53,7 @@ async def asked(http: str, body: dict[str, Any] | None = None) -> tuple[int, byt
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{http}/v1/programs", data)
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -82,7 +83,7 @@ def test_registered_programs_over_every_way_in(tmp_path: Path) -> None:
             await refused(http, client)
             await left(server, client)
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 120))
 
 
 async def streamed(http: str, expected: Any) -> None:
@@ -141,11 +142,7 @@ async def left(server: Any, client: Client) -> None:
 
 
 async def idle(server: Any) -> None:
-    for _ in range(500):
-        if server.link.idle() and not any(one.busy for one in server.app.sessions):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("something still runs")
+    await until(lambda: server.link.idle() and not any(one.busy for one in server.app.sessions))
 
 
 def test_graphs_that_will_not_do(tmp_path: Path) -> None:
@@ -174,7 +171,7 @@ def test_graphs_that_will_not_do(tmp_path: Path) -> None:
             assert await client.complete("the", max_tokens=1)
             await idle(server)
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 120))
     (tmp_path / "bad.graph").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="programs: bad.graph: no compiled program"):
         registered(str(tmp_path), "")

@@ -107,7 +107,7 @@ def test_a_sweep_finds_the_saturating_load(
 def test_an_automatic_sweep_ends(tmp_path: Path) -> None:
     with echo_server({"run": 1, "pause": 0.02, "rows": 1}) as slow:
         argv = ["--url", slow.ws, "--sweep", "--rate", "8", "--seconds", "0.5", "--max-tokens", "8",
-                "--slo-ttft-ms", "200", "--json", str(tmp_path / "j")]  # fmt: skip
+                "--slo-ttft-ms", "500", "--json", str(tmp_path / "j")]  # fmt: skip
         serve.main(argv)
     rates = [load["rate"] for load in json.loads((tmp_path / "j").read_text())["loads"]]
     assert rates[0] == 8 and 2 < len(rates) < 6

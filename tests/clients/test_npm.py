@@ -54,7 +54,7 @@ def tried(name: str, address: str, modules: Path, folder: Path) -> Any:
     (folder / "node_modules").symlink_to(modules)
     script = shutil.copy(HERE / f"try_{name}.mjs", folder)
     done = subprocess.run(
-        ["node", str(script), address], capture_output=True, text=True, timeout=60, check=False
+        ["node", str(script), address], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -30,7 +30,7 @@ TOOLS: Any = [
 
 
 def client(url: str) -> Any:
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
 
 
 def test_models_chat_and_completions(echo_url: str) -> None:

@@ -19,7 +19,7 @@ def ran(command: list[str], home: Path, **more: str) -> str:
     """What a client printed; it keeps its files in `home`."""
     env = os.environ | {"HOME": str(home), "PYTHONUTF8": "1", "NO_PROXY": "*", **more}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=env, cwd=home, check=False
+        command, capture_output=True, text=True, timeout=300, env=env, cwd=home, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

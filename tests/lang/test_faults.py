@@ -11,7 +11,8 @@ import spec_serve.lang as ss
 from spec_serve.api import messages as m
 from spec_serve.client import Client, ConnectionLost
 from spec_serve.lang.conversation import Conversation
-from tests.api.serving import served
+from tests.api.echo import Echo
+from tests.api.serving import served, until
 from tests.lang.test_program import on_tiny
 
 
@@ -22,11 +23,7 @@ async def fails() -> str:
 
 async def quiet(client: Client) -> None:
     """Until nothing of a program runs any more."""
-    for _ in range(500):
-        if not client._streams:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"still running: {list(client._streams)}")
+    await until(lambda: not client._streams)
 
 
 def test_the_first_branch_is_taken_and_the_others_end() -> None:
@@ -126,7 +123,7 @@ def test_a_lost_connection_ends_a_program() -> None:
         await s["a"]
 
     async def go() -> None:
-        async with served() as (_, url):
+        async with served(Echo(pause=0.01)) as (_, url):
             client = Client(url, m.JSON)
             async with client:
                 task = asyncio.create_task(long.arun(on=client))
@@ -135,7 +132,7 @@ def test_a_lost_connection_ends_a_program() -> None:
                 with pytest.raises(ConnectionLost):
                     await task
 
-    asyncio.run(asyncio.wait_for(go(), 30))
+    asyncio.run(asyncio.wait_for(go(), 120))
 
 
 def test_pieces_that_change_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import spec_serve.lang as ss
 from spec_serve.client import Client, ServerError
+from tests.api.serving import until
 from tests.lang.tiny_server import tiny_server, tokenizer
 
 
@@ -393,10 +394,6 @@ def test_leaving_a_run_ends_its_generations() -> None:
             assert isinstance(event, ss.Delta)
             break
         await events.aclose()
-        for _ in range(200):
-            if not client._streams:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(client._streams)
+        await until(lambda: not client._streams)
 
     on_tiny(go)

@@ -49,4 +49,4 @@ def test_every_transport_and_an_engine_process(tmp_path: Path) -> None:
         assert isinstance(result, ss.Result) and result.value == found[0][0]
 
     with start(model, tmp_path / "log", *flags) as server:
-        asyncio.run(asyncio.wait_for(go(server.ws, server.grpc), 60))
+        asyncio.run(asyncio.wait_for(go(server.ws, server.grpc), 120))

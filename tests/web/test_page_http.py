@@ -18,7 +18,7 @@ KEY = "a-key-that-is-long-enough"
 def fetch(url: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
     wanted = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        with urlopen(Request(url, method=method, headers=wanted), timeout=10) as answer:
+        with urlopen(Request(url, method=method, headers=wanted), timeout=60) as answer:
             return answer.status, {k.lower(): v for k, v in answer.headers.items()}, answer.read()
     except HTTPError as error:
         return error.code, {k.lower(): v for k, v in error.headers.items()}, error.read()
