@@ -27,12 +27,14 @@ settings.load_profile("spec_serve")
 
 # Begun last, one of these would keep a process busy after all others are through.
 SLOWEST = (
-    "test_real_models.py", "test_page_faults.py", "test_public_bugs.py", "test_engine.py",
-    "test_faults_inside.py", "test_public_bugs_transports.py", "test_lossless.py",
-    "test_page_looks.py", "test_faults.py", "test_constraints_live.py", "test_public_bugs_cache.py",
-    "test_websocket_limits.py", "test_faults_storm.py", "test_end_to_end_clients.py",
-    "test_anthropic.py", "test_constraints_hostile.py", "test_other_python.py", "test_page.py",
-    "test_soak.py", "test_access.py", "test_verify.py",
+    "test_real_models.py", "test_public_bugs_transports.py", "test_lint.py",
+    "test_faults_inside.py", "test_public_bugs.py", "test_lossless.py", "test_public_bugs_cache.py",
+    "test_page_faults.py", "test_faults.py", "test_engine.py", "test_triton_attention.py",
+    "test_verify.py", "test_constraints_hostile.py", "test_constraints_live.py",
+    "test_process_server.py", "test_end_to_end_clients.py", "test_gpu.py", "test_constraint.py",
+    "test_page.py", "test_page_looks.py", "test_other_python.py", "test_soak.py",
+    "test_peers.py", "test_program.py", "test_architecture.py", "test_grpc_fuzz.py",
+    "test_grpc_calls.py", "test_faults_storm.py", "test_run.py", "test_triton_fused.py",
 )  # fmt: skip
 
 
