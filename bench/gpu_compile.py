@@ -94,15 +94,12 @@ def sparse(precision: str) -> Iterator[Variant]:
     p = attention_programs
     shape = {"HEADS": 8, "GROUP": 16, "LANES": 16, "D": 512, "DIM": 512, "TAIL": 64, "ROWS": 4}
     shape |= {"TAIL_DIM": 64, "WINDOW": 0, "NARROW": False, "CAPPED": False, "WORDS": 1}
-    for queries in (1, 2):
-        held = {"QUERIES": queries, "KEYS": 16, "PRECISION": precision, "WIDEN": False}
-        yield Variant(p.attend_tile, shape | held, {}, 8)
+    run = {"PRECISION": precision, "WIDEN": False}
+    yield Variant(p.attend_tile, shape | run | {"QUERIES": 2, "KEYS": 16}, {}, 8)
     g = grouped_programs
     sizes = {"EXPERTS": 256, "WIDE": 256, "HIDDEN": 7168, "INNER": 2048, "N": 64, "K": 64}
-    for rows in (16, 64):
-        held = sizes | {"M": rows, "PRECISION": precision, "WIDEN": False}
-        yield Variant(g.gate_up_tile, held | {"MANY": 8}, {})
-        yield Variant(g.down_tile, held, {})
+    yield Variant(g.gate_up_tile, sizes | run | {"M": 64, "MANY": 8}, {})
+    yield Variant(g.down_tile, sizes | run | {"M": 16}, {})
 
 
 def quantised() -> Iterator[Variant]:

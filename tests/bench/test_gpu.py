@@ -47,12 +47,12 @@ def test_shapes_are_those_of_the_models() -> None:
     import torch
 
     sizes = {}
-    for name, config in gpu.MODELS.items():
+    for name, config in (gpu.MODELS | gpu.MIXTURES).items():
         held = gpu.Random(config, torch.device("cpu")).shapes()
         sizes[name] = sum(torch.Size(shape).numel() for shape in held.values()) / 1e9
-    assert sizes == pytest.approx(
-        {"Llama-3-8B": 8.03, "Qwen3-8B": 8.19, "Qwen2.5-1.5B": 1.54}, abs=0.01
-    )
+    known = {"Llama-3-8B": 8.03, "Qwen3-8B": 8.19, "Qwen2.5-1.5B": 1.54}
+    known |= {"Qwen3-30B-A3B": 30.53, "DeepSeek-V2-Lite": 15.71}
+    assert sizes == pytest.approx(known, abs=0.01)
 
 
 def test_every_program_compiles(tmp_path: Path) -> None:
