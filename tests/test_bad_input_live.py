@@ -70,9 +70,12 @@ async def frames(server: Server, seen: collections.Counter[str], name: str, seed
                     await socket.send(data.decode("utf-8", "replace") if codec.text else data)
                     if i % 30 == 29:
                         await socket.send(_ping(codec))
+                pongs = 0  # until the last one refusals come, then what is served may still
                 while True:
-                    message = codec.server_message(await asyncio.wait_for(socket.recv(), 0.3))
+                    within_s = 60.0 if pongs < 3 else 0.3
+                    message = codec.server_message(await asyncio.wait_for(socket.recv(), within_s))
                     seen[f"socket {type(message).__name__}"] += 1
+                    pongs += isinstance(message, m.Pong)
             except (ConnectionClosed, TimeoutError):
                 pass
 
@@ -104,7 +107,7 @@ async def bodies(server: Server, seen: collections.Counter[str], seed: int) -> N
         try:
             writer.write(head + body)
             writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(4096), 1.0)
+            answer = await asyncio.wait_for(reader.read(4096), 60)
             seen[f"http {answer[9:12].decode('latin-1')}"] += 1
         except (TimeoutError, OSError):
             seen["http closed"] += 1
