@@ -35,8 +35,9 @@ class Traffic:
         self._size = 0
         written = files(folder)
         self._file = _number(written[-1]) if written else -1
-        last = list(read(folder))[-1:]
-        self._next = last[0].number + 1 if last else 0
+        newest = (one for path in reversed(written) for one in list(_of(path))[-1:])
+        last = next(newest, None)  # of a file that has a whole line
+        self._next = 0 if last is None else last.number + 1
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], temperature: float) -> None:
         """One answer; where the ring is full the oldest ones go."""
@@ -87,14 +88,18 @@ def read(folder: Path) -> Iterator[Answer]:
 
     Nothing is held out yet, see `parted`."""
     for path in files(folder):
-        try:
-            held = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            continue
-        for line in held.splitlines(keepends=True):
-            if line.endswith("\n"):
-                told = json.loads(line)
-                yield Answer(told["n"], "traffic", told["t"], False, told["prompt"], told["answer"])
+        yield from _of(path)
+
+
+def _of(path: Path) -> Iterator[Answer]:
+    try:
+        held = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    for line in held.splitlines(keepends=True):
+        if line.endswith("\n"):
+            told = json.loads(line)
+            yield Answer(told["n"], "traffic", told["t"], False, told["prompt"], told["answer"])
 
 
 def parted(answers: Sequence[Answer]) -> tuple[list[Answer], list[Answer], list[Answer]]:
