@@ -20,43 +20,40 @@ _CLOSE = 2.0**-11
 """What a scale may lose by becoming a float16: half of its last bit."""
 
 
+Words = Tensor | tuple[int, int]
+"""Codes as they are stored; or their shape alone, where only what a matrix is like is asked."""
+
+
 class LayoutError(ValueError):
     """Tensors that don't fit each other; the message says which and how."""
 
 
-def nibbles(words: Tensor) -> Tensor:
-    """[R, n] int32 -> [R, 8 n] uint8: each word's half bytes, the lowest first."""
-    data = words.contiguous().view(torch.uint8)
-    return torch.stack((data & 15, data >> 4), -1).flatten(1)
-
-
-def bytes_of(words: Tensor) -> Tensor:
-    """[R, n] int32 -> [R, 4 n] uint8, the lowest byte first."""
-    return words.contiguous().view(torch.uint8)
-
-
 def codes_of(words: Tensor, bits: int) -> Tensor:
-    """[R, n] int32 -> [R, n * 32 / bits] uint8."""
-    return nibbles(words) if bits == 4 else bytes_of(words)
+    """[R, n] int32 -> [R, n * 32 / bits] uint8: each word's half bytes or bytes, the lowest
+    first."""
+    data = words.contiguous().view(torch.uint8)
+    return torch.stack((data & 15, data >> 4), -1).flatten(1) if bits == 4 else data
 
 
-def awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None) -> Codes:
+def _awq_codes(words: Tensor) -> Tensor:
+    """[R, n] int32 -> [R, 8 n] uint8, in AWQ's order of half bytes."""
+    found = codes_of(words, 4).view(len(words), -1, 8)
+    return found[:, :, list(_AWQ_PLACES)].flatten(1)
+
+
+def awq(qweight: Words, scales: Tensor, qzeros: Tensor | None) -> Codes:
     """AWQ's GEMM layout.
 
     qweight: [in, out / 8] int32. scales: [groups, out]. qzeros: [groups, out / 8] int32.
     """
-
-    def ordered(words: Tensor) -> Tensor:
-        found = nibbles(words).view(len(words), -1, 8)
-        return found[:, :, list(_AWQ_PLACES)].flatten(1)
-
-    codes = ordered(qweight)  # [in, out]
-    zero = None if qzeros is None else ordered(qzeros)
-    return _integers(codes.T, scales.T, None if zero is None else zero.T, 4, None)
+    codes: Words
+    codes = _awq_codes(qweight).T if isinstance(qweight, Tensor) else (8 * qweight[1], qweight[0])
+    zero = None if qzeros is None else _awq_codes(qzeros).T
+    return _integers(codes, scales.T, zero, 4, None)
 
 
 def gptq(
-    qweight: Tensor, scales: Tensor, qzeros: Tensor, g_idx: Tensor | None, less_one: bool
+    qweight: Words, scales: Tensor, qzeros: Tensor, g_idx: Tensor | None, less_one: bool
 ) -> Codes:
     """GPTQ's layout, of four or eight bits.
 
@@ -70,11 +67,16 @@ def gptq(
     zero = codes_of(qzeros, bits)
     if less_one:
         zero = (zero + 1) & (2**bits - 1)
-    return _integers(codes_of(qweight.T, bits), scales.T, zero.T, bits, g_idx)
+    codes: Words
+    if isinstance(qweight, Tensor):
+        codes = codes_of(qweight.T, bits)
+    else:
+        codes = (qweight[1], qweight[0] * 32 // bits)
+    return _integers(codes, scales.T, zero.T, bits, g_idx)
 
 
 def packed(
-    words: Tensor, shape: tuple[int, int], scale: Tensor, zero: Tensor | None, g_idx: Tensor | None
+    words: Words, shape: tuple[int, int], scale: Tensor, zero: Tensor | None, g_idx: Tensor | None
 ) -> Codes:
     """compressed-tensors' pack-quantized, of four or eight bits.
 
@@ -82,10 +84,11 @@ def packed(
     [out, groups], [out, 1] or one. zero: int32, packed along the outputs, or int8 as it is.
     """
     outputs, inputs = shape
-    bits = next((b for b in (4, 8) if -(-inputs * b // 32) == words.shape[1]), 0)
-    if not bits or words.shape[0] != outputs:
+    stored = tuple(words.shape) if isinstance(words, Tensor) else words
+    bits = next((b for b in (4, 8) if (outputs, -(-inputs * b // 32)) == stored), 0)
+    if not bits:
         raise LayoutError(
-            f"weight_packed: {list(words.shape)} does not fit weight_shape {list(shape)} "
+            f"weight_packed: {list(stored)} does not fit weight_shape {list(shape)} "
             "with 4 or 8 bits"
         )
     scale, _ = per_group(scale, outputs, inputs, None)
@@ -94,25 +97,29 @@ def packed(
     elif zero is not None:
         zero, _ = per_group(zero, outputs, inputs, None)
         zero = (zero.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
-    return _integers(codes_of(words, bits)[:, :inputs], scale, zero, bits, g_idx)
+    codes = codes_of(words, bits)[:, :inputs] if isinstance(words, Tensor) else shape
+    return _integers(codes, scale, zero, bits, g_idx)
 
 
 def plain_bytes(
-    weight: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, int] | None
+    weight: Words, scale: Tensor, zero: Tensor | None, block: tuple[int, int] | None
 ) -> Codes:
     """A byte to a weight: int8, or float8 e4m3, beside its scales (see `per_group`).
 
-    zero: of the scale's shape, int8.
+    weight: [out, in]; a shape alone stands for int8. zero: of the scale's shape, int8.
     """
-    outputs, inputs = weight.shape
+    outputs, inputs = weight.shape if isinstance(weight, Tensor) else weight
     scale, group = per_group(scale, outputs, inputs, block)
-    codes = weight.contiguous().view(torch.uint8)
-    if weight.dtype == torch.float8_e4m3fn:
-        return Codes("fp8", codes, scale.contiguous(), group, inputs)
+    codes: Words = (outputs, inputs)
+    if isinstance(weight, Tensor):
+        held = weight.contiguous().view(torch.uint8)
+        if weight.dtype == torch.float8_e4m3fn:
+            return Codes("fp8", held, scale.contiguous(), group, inputs)
+        codes = held ^ 128
     if zero is not None:
         zero, _ = per_group(zero, outputs, inputs, block)
         zero = zero.contiguous().view(torch.uint8) ^ 128
-    return _made(codes ^ 128, scale, zero, 8, group, None)
+    return _made(codes, scale, zero, 8, group, None)
 
 
 def per_group(
@@ -136,10 +143,10 @@ def per_group(
 
 
 def _integers(
-    codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, g_idx: Tensor | None
+    codes: Words, scale: Tensor, zero: Tensor | None, bits: int, g_idx: Tensor | None
 ) -> Codes:
     """codes [out, in], scale and zero [out, groups]; g_idx [in] or None."""
-    outputs, inputs = codes.shape
+    outputs, inputs = codes.shape if isinstance(codes, Tensor) else codes
     groups = scale.shape[1]
     if scale.shape[0] != outputs or inputs < groups:
         raise LayoutError(f"scales {list(scale.shape)} do not fit a matrix [{outputs}, {inputs}]")
@@ -155,7 +162,7 @@ def _integers(
             order = torch.argsort(g_idx, stable=True)
             if not torch.equal(g_idx[order].to(torch.int64), straight):
                 raise LayoutError("g_idx: groups of different sizes")
-            codes = codes[:, order.to(codes.device)]
+            codes = codes[:, order] if isinstance(codes, Tensor) else codes
     return _made(codes, scale, zero, bits, group, order)
 
 
@@ -166,17 +173,21 @@ def _length(inputs: int, groups: int) -> int:
 
 
 def _made(
-    codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, order: Tensor | None
+    codes: Words, scale: Tensor, zero: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> Codes:
-    inputs = codes.shape[1]
+    outputs, inputs = codes.shape if isinstance(codes, Tensor) else codes
     offset = 1 << (bits - 1)
     if zero is not None and bool((zero == offset).all()):
         zero = None  # symmetric, as most files are that spell their zeros out
     piece = piece_of(group, inputs)
     kind = "int4" if bits == 4 and piece >= _BLOCK and inputs % piece == 0 else "int8"
-    codes = pack(codes.contiguous(), piece) if kind == "int4" else codes.contiguous()
+    if isinstance(codes, Tensor):
+        held = pack(codes.contiguous(), piece) if kind == "int4" else codes.contiguous()
+    else:
+        width = inputs // 2 if kind == "int4" else inputs
+        held = torch.zeros(1, dtype=torch.uint8).expand(outputs, width)
     zero = None if zero is None else zero.contiguous()
-    return Codes(kind, codes, scale.contiguous(), group, inputs, zero, offset, order)
+    return Codes(kind, held, scale.contiguous(), group, inputs, zero, offset, order)
 
 
 def ggml_type(codes: Codes) -> str:

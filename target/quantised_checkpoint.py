@@ -20,6 +20,7 @@ from spec_serve.kernels.quantised import Codes
 from spec_serve.target.gguf import CheckpointError
 from spec_serve.target.quantised import (
     LayoutError,
+    Words,
     awq,
     ggml_bytes,
     ggml_type,
@@ -137,6 +138,9 @@ class QuantisedCheckpoint:
         """ggml's type of a quantised matrix it has a type for; F32 for others, as they are read."""
         if name not in self._matrices:
             return self._held.kind(name)
+        parts = self._matrices[name].parts
+        if "weight" in parts and self._held.kind(parts["weight"]) == "F8_E4M3":
+            return "F32"
         if name not in self._types:
             codes = self._codes(name, "cpu", bulk=False)
             assert codes is not None
@@ -169,10 +173,11 @@ class QuantisedCheckpoint:
     def _read(self, matrix: _Matrix, device: torch.device | str, bulk: bool) -> Codes:
         parts, scheme = matrix.parts, self.scheme
 
-        def main(name: str, dtype: torch.dtype) -> Tensor:
+        def main(name: str, dtype: torch.dtype) -> Words:
             if bulk:
                 return part(name, dtype)
-            return torch.empty(self._held.shape(parts[name]), dtype=dtype, device="meta")
+            rows, columns = self._held.shape(parts[name])
+            return rows, columns
 
         def part(name: str, dtype: torch.dtype) -> Tensor:
             return self._held.tensor(parts[name], dtype).to(device)
