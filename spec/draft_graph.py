@@ -31,6 +31,12 @@ class Shape:
     plan: Plan
 
 
+def packed(trees: Trees) -> Tensor:
+    """[B, 1 + 3 G] int64: how many nodes, their tokens, parents, and the bits of their scores."""
+    scores = trees.score.float().contiguous().view(torch.int32).to(torch.int64)
+    return torch.cat((trees.count.unsqueeze(1), trees.tokens, trees.parents, scores), 1)
+
+
 def width_for(depth: int, most: int) -> int:
     """Tokens of a chain behind trees this deep: few sizes, as each is a graph."""
     width = 2
@@ -62,17 +68,11 @@ class DraftGraph:
         self._grants = block.at["grants"].view(rows, scratch)
         temperature = block.at["temperature"].view(torch.float64)
         self._noise = RowNoise.over(block.at["seeds"], temperature)
-        made = self._propose()
-        self._trees = Trees(
-            tokens=torch.zeros_like(made.tokens),
-            parents=torch.zeros_like(made.parents),
-            score=torch.zeros_like(made.score, dtype=torch.float32),
-            count=torch.zeros_like(made.count),
-        )
+        self._trees = torch.zeros_like(packed(self._propose()))
         self._replay = capture.record(self._work)
 
-    def run(self, rows: Sequence[DraftRow], twigs: Sequence[Twig]) -> Trees:
-        """Trees of these rows, behind the verdict in the frame."""
+    def run(self, rows: Sequence[DraftRow], twigs: Sequence[Twig]) -> Tensor:
+        """Trees of these rows, packed, behind the verdict in the frame."""
         block, count = self._block, len(rows)
         block.reset()
         host = block.host
@@ -92,17 +92,10 @@ class DraftGraph:
             grants[:count] = [list(row.grants) for row in rows]
         block.send()
         self._replay()
-        trees = self._trees
-        return Trees(
-            trees.tokens[:count], trees.parents[:count], trees.score[:count], trees.count[:count]
-        )
+        return self._trees[:count]
 
     def _work(self) -> None:
-        made, kept = self._propose(), self._trees
-        kept.tokens.copy_(made.tokens)
-        kept.parents.copy_(made.parents)
-        kept.score.copy_(made.score)
-        kept.count.copy_(made.count)
+        self._trees.copy_(packed(self._propose()))
 
     def _propose(self) -> Trees:
         made = self._drafter.propose(self._seen(), self._grants, self._shape.plan, self._noise)

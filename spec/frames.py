@@ -45,6 +45,15 @@ class Tier:
         return rows <= self.rows and nodes <= self.nodes
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a batch has without padding."""
+
+    rows: int
+    nodes: int
+    logits: int
+
+
 def tiers(max_rows: int, max_nodes: int) -> list[Tier]:
     """Tiers for up to max_rows rows of 1 + max_nodes nodes each, small ones first."""
     counts, rows = [], 1
@@ -145,9 +154,9 @@ class Frame:
     def fill(
         self, twigs: Sequence[Twig], next_slots: Sequence[int], replays: Sequence[int],
         states: Sequence[RowSampling],
-    ) -> TreeBatch | None:  # fmt: skip
-        """Bring a step's batch to the device. Returns it without padding, as views of the frame;
-        None if its trees need more words of ancestors than there are."""
+    ) -> Size | None:  # fmt: skip
+        """Bring a step's batch to the device; None if its trees need more words of ancestors than
+        there are."""
         made = build_batch(twigs)
         rows, nodes, logits = made.rows, len(made), len(made.logits_at)
         words = made.ancestors.shape[1]
@@ -176,11 +185,15 @@ class Frame:
             host["seeds"][:logits] = np.array([state.seed for state in states])[row]
             host["drawn"][:logits] = host["positions"][at] + 1
         block.send()
-        whole = self.batch
+        return Size(rows, nodes, logits)
+
+    def cut(self, size: Size) -> TreeBatch:
+        """The batch without padding, as views."""
+        whole, rows, nodes = self.batch, size.rows, size.nodes
         return TreeBatch(
             **{name: getattr(whole, name)[:nodes] for name in _PER_NODE},
             **{name: getattr(whole, name)[:rows] for name in _PER_ROW},
-            logits_at=whole.logits_at[:logits],
+            logits_at=whole.logits_at[: size.logits],
             node_ptr=whole.node_ptr[: rows + 1],
             twig_ptr=whole.node_ptr[: rows + 1],
             ancestors=whole.ancestors[:nodes],

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from spec_serve.cache.batch import WORD, TreeBatch, Twig
 from spec_serve.cache.pool import KVPool, LayerKV
-from spec_serve.draft.base import Drafter, Plan, Trees, scratch_slots
+from spec_serve.draft.base import Drafter, Plan, scratch_slots
 from spec_serve.kernels.base import AttentionBackend
 from spec_serve.kernels.graphs import Capture, Work
 from spec_serve.spec.choice import RowSampling
 from spec_serve.spec.draft_graph import DraftGraph, Shape, width_for
-from spec_serve.spec.frames import Frame, Tier, pick, plainly_drawn, tiers
+from spec_serve.spec.frames import Frame, Size, Tier, pick, plainly_drawn, tiers
 from spec_serve.spec.operations import StepOperations
 from spec_serve.spec.seen import DraftRow
 from spec_serve.spec.verify import Verdict
@@ -50,14 +50,42 @@ class Parts:
     vocabulary: int
 
 
-@dataclass(frozen=True, slots=True)
 class Launched:
-    """A forward under way. batch: without padding; logits [M, V] float32; taps [N, T * H]."""
+    """A forward under way. Its results are views that are made when they are asked for: a step that
+    is graphs throughout asks for none.
 
-    frame: Frame
-    batch: TreeBatch
-    logits: Tensor
-    taps: Tensor | None
+    told: [B, 3 + D] the verdict once there is one: bonus, accepted, leaf, path.
+    """
+
+    def __init__(self, frame: Frame, size: Size, logits: Tensor, taps: Tensor | None) -> None:
+        self.frame = frame
+        self._size = size
+        self._logits, self._taps = logits, taps
+
+    @property
+    def batch(self) -> TreeBatch:
+        """The step's batch without padding."""
+        return self.frame.cut(self._size)
+
+    @property
+    def logits(self) -> Tensor:
+        """[M, V] float32."""
+        return self._logits[: self._size.logits]
+
+    @property
+    def taps(self) -> Tensor | None:
+        """[N, T * H]."""
+        return None if self._taps is None else self._taps[: self._size.nodes]
+
+    @property
+    def told(self) -> Tensor:
+        """[B, 3 + D], see above."""
+        return self.frame.told[: self._size.rows]
+
+    def verdict(self, depth: int) -> Verdict:
+        """What `told` says, of paths up to `depth` long."""
+        told = self.told
+        return Verdict(told[:, 3 : 3 + depth], told[:, 1], told[:, 2], told[:, 0])
 
 
 @dataclass(slots=True)
@@ -147,29 +175,26 @@ class StepGraphs:
         if recorded is None:
             return None
         frame = recorded.frame
-        batch = frame.fill(twigs, next_slots, replays, states)
-        if batch is None:
+        size = frame.fill(twigs, next_slots, replays, states)
+        if size is None:
             return None
         recorded.forward()
-        taps = None if self._taps is None else self._taps[: len(batch)]
-        return Launched(frame, batch, self._logits[: len(batch.logits_at)], taps)
+        return Launched(frame, size, self._logits, self._taps)
 
-    def judge(
-        self, launched: Launched, states: Sequence[RowSampling], depth: int
-    ) -> Verdict | None:
-        """The step's verdict, the table settled; None if its choices depend on too much."""
+    def judge(self, launched: Launched, states: Sequence[RowSampling], depth: int) -> bool:
+        """Find the step's verdict and settle the table; False if its choices depend on too much."""
         frame = launched.frame
         if depth > frame.depth or not plainly_drawn(states):
-            return None
+            return False
         self._recorded[frame.tier].judge()
-        told = frame.told[: launched.batch.rows]
-        return Verdict(told[:, 3 : 3 + depth], told[:, 1], told[:, 2], told[:, 0])
+        return True
 
     def draft(
-        self, launched: Launched, verdict: Verdict, judged: bool, rows: Sequence[DraftRow],
+        self, launched: Launched, verdict: Verdict | None, rows: Sequence[DraftRow],
         twigs: Sequence[Twig], plan: Plan, depth: int,
-    ) -> Trees | None:  # fmt: skip
-        """The drafter's trees by a graph; None if there is none for this shape yet, or can't be."""
+    ) -> Tensor | None:  # fmt: skip
+        """The drafter's trees by a graph, as `draft_graph.packed` has them; None if there is none
+        for this shape yet, or can't be. verdict: None = the one that a graph left."""
         frame = launched.frame
         self._wanted = None
         drafter = self._parts.drafter
@@ -185,7 +210,7 @@ class StepGraphs:
             if room and self._asked[key] > 1:
                 self._wanted = key
             return None
-        if not judged:
+        if verdict is not None:
             _keep(frame, verdict)
         return graph.run(rows, twigs)
 

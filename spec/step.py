@@ -19,7 +19,8 @@ from spec_serve.cache.pool import KVPool
 from spec_serve.draft.base import Drafter, Plan, Trees
 from spec_serve.kernels.base import AttentionBackend
 from spec_serve.kernels.graphs import Watch, fetch
-from spec_serve.spec.graphs import Parts, StepGraphs
+from spec_serve.spec.draft_graph import packed
+from spec_serve.spec.graphs import Launched, Parts, StepGraphs
 from spec_serve.spec.logprobs import score
 from spec_serve.spec.nodes import sent
 from spec_serve.spec.operations import StepOperations, TorchSteps
@@ -76,6 +77,15 @@ class Result:
     draft_us: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A forward: its batch, logits [M, V] and what the drafter taps, [N, T * H]."""
+
+    batch: TreeBatch
+    logits: Tensor
+    taps: Tensor | None
+
+
 class Device(Protocol):
     """Where steps run."""
 
@@ -122,47 +132,41 @@ class TorchDevice:
         """See `Device`."""
         watch = Watch(self.pool.device)
         watch.mark()
-        launched = None
-        if self.graphs is not None:
-            launched = self.graphs.forward(job.twigs, job.next_slots, job.replays, job.states)
-        if launched is None:
-            batch, logits, taps = self._forward(job)
-        else:
-            batch, logits, taps = launched.batch, launched.logits, launched.taps
+        ran = self._launch(job) or self._forward(job)
         for task in job.meanwhile:
             task()
-        verdict = None
-        if launched is not None:
-            assert self.graphs is not None
-            verdict = self.graphs.judge(launched, job.states, job.depth)
-        judged = verdict is not None
-        if verdict is None:
-            verdict = self._judge(job, batch, logits)
+        verdict: Verdict | None = None
+        if isinstance(ran, Launched) and self._graphs.judge(ran, job.states, job.depth):
+            told = ran.told
+        else:
+            verdict = self._judge(job, ran.batch, ran.logits)
+            told = _told(verdict)
         watch.mark()
-        trees = None
-        if job.drafting:
-            if launched is not None:
-                assert self.graphs is not None
-                trees = self.graphs.draft(
-                    launched, verdict, judged, job.drafting, job.twigs, job.plan, job.depth
-                )
-            if trees is None:
-                trees = self._draft(job, batch, verdict, taps)
+        trees = self._guessed(job, ran, verdict) if job.drafting else None
         watch.mark()
-        result = self._read(job, batch, verdict, trees)
+        result = self._read(job, told, trees)
         if job.score_rows:
-            self._score(job, batch, logits, result)
+            self._score(job, ran.batch, ran.logits, result)
         if job.prompt_rows:
-            self._score_prompt(job, batch, logits, result)
+            self._score_prompt(job, ran.batch, ran.logits, result)
         if job.continued:
-            self._score_continued(job, batch, logits, result)
+            self._score_continued(job, ran.batch, ran.logits, result)
         result.verify_us, result.draft_us = watch.us(0, 1), watch.us(1, 2)
         if self.graphs is not None:
             self.graphs.between()
         return result
 
-    def _forward(self, job: Job) -> tuple[TreeBatch, Tensor, Tensor | None]:
-        """The batch, its logits [M, V] and what the drafter taps."""
+    @property
+    def _graphs(self) -> StepGraphs:
+        assert self.graphs is not None, "nothing was launched without graphs"
+        return self.graphs
+
+    def _launch(self, job: Job) -> Launched | None:
+        if self.graphs is None:
+            return None
+        return self.graphs.forward(job.twigs, job.next_slots, job.replays, job.states)
+
+    def _forward(self, job: Job) -> Ran:
         batch = build_batch(job.twigs, self.pool.device)
         plan = self._attention.plan(batch, self.pool.table)
         asked = () if self._drafter is None else self._drafter.taps
@@ -170,7 +174,19 @@ class TorchDevice:
         logits = out.logits
         if logits.shape[1] > self._vocabulary:
             logits = logits[:, : self._vocabulary]
-        return batch, logits, out.taps
+        return Ran(batch, logits, out.taps)
+
+    def _guessed(self, job: Job, ran: Ran | Launched, verdict: Verdict | None) -> Tensor | None:
+        """The drafter's trees, packed. verdict: None = a graph left it."""
+        if isinstance(ran, Launched):
+            drafting, depth = job.drafting, job.depth
+            made = self._graphs.draft(ran, verdict, drafting, job.twigs, job.plan, depth)
+            if made is not None:
+                return made
+            verdict = verdict or ran.verdict(depth)
+        assert verdict is not None
+        trees = self._draft(job, ran.batch, verdict, ran.taps)
+        return None if trees is None else packed(trees)
 
     def _judge(self, job: Job, batch: TreeBatch, logits: Tensor) -> Verdict:
         """Choose at every node, walk, and write what became certain into the table."""
@@ -206,35 +222,31 @@ class TorchDevice:
         noise = RowNoise([row.state for row in job.drafting], device)
         return self._drafter.propose(seen, grants, job.plan, noise)
 
-    def _read(self, job: Job, batch: TreeBatch, verdict: Verdict, trees: Trees | None) -> Result:
-        """The step's one copy from device to host."""
-        rows, depth = batch.rows, job.depth
-        parts = [verdict.bonus, verdict.accepted]
-        if depth:
-            parts.append((verdict.path - batch.node_ptr[:-1].unsqueeze(1)).reshape(-1))
+    def _read(self, job: Job, told: Tensor, trees: Tensor | None) -> Result:
+        """The step's one copy from device to host. told: [B, 3 + D] bonus, accepted, leaf and path
+        of each row; trees: the drafting rows', packed."""
+        rows, wide = told.shape
+        parts = [told.reshape(-1)]
         if trees is not None:
-            scores = trees.score.float().contiguous().view(torch.int32).to(torch.int64)
-            parts += [trees.count, trees.tokens.reshape(-1), trees.parents.reshape(-1)]
-            parts.append(scores.reshape(-1))
-        host = fetch(torch.cat(parts))
-        values = host.tolist()
-        bonus, accepted = values[:rows], values[rows : 2 * rows]
-        at = 2 * rows
+            parts.append(trees.reshape(-1))
+        host = fetch(torch.cat(parts) if len(parts) > 1 else parts[0])
+        values = host[: rows * wide].tolist()
         paths: list[list[int]] = []
-        for b in range(rows):
-            paths.append(values[at : at + accepted[b]])
-            at += depth
-        result = Result(paths, bonus)
+        first = 0  # of the row's nodes, among the batch's
+        for b, twig in enumerate(job.twigs):
+            at = b * wide + 3
+            accepted = values[at - 2]
+            paths.append([node - first for node in values[at : at + accepted]])
+            first += len(twig.slots)
+        result = Result(paths, values[::wide])
         if trees is not None:
-            drafting, grown = trees.tokens.shape
-            counts = values[at : at + drafting]
-            at += drafting
-            size = drafting * grown
-            tokens, parents = values[at : at + size], values[at + size : at + 2 * size]
-            bits = host[at + 2 * size :].to(torch.int32).view(torch.float32).tolist()
-            for i, row in enumerate(job.drafting):
-                part = slice(i * grown, i * grown + counts[i])
-                result.trees[row.b] = (tokens[part], parents[part], bits[part])
+            grown = (trees.shape[1] - 1) // 3
+            held = host[rows * wide :].view(trees.shape)
+            scores = held[:, 1 + 2 * grown :].to(torch.int32).view(torch.float32).tolist()
+            for row, line, score in zip(job.drafting, held.tolist(), scores, strict=True):
+                count = line[0]
+                tokens, parents = line[1 : 1 + count], line[1 + grown : 1 + grown + count]
+                result.trees[row.b] = (tokens, parents, score[:count])
         return result
 
     def _score(self, job: Job, batch: TreeBatch, logits: Tensor, result: Result) -> None:
@@ -269,6 +281,12 @@ class TorchDevice:
             tokens = [tree.tokens[node] for node in nodes]
             at = [logit_of[node_ptr[b] + tree.parents[node]] for node in nodes]
             result.prompt[b] = _scored(logits, at, tokens, 0)
+
+
+def _told(verdict: Verdict) -> Tensor:
+    """[B, 3 + D]: bonus, accepted, leaf, path."""
+    ends = torch.stack((verdict.bonus, verdict.accepted, verdict.leaf), 1)
+    return torch.cat((ends, verdict.path), 1) if verdict.path.shape[1] else ends
 
 
 def _scored(logits: Tensor, at: list[int], tokens: list[int], top: int) -> Scored:

@@ -78,11 +78,10 @@ def test_a_step_is_torchs() -> None:
     for _ in range(2):
         asked = job(trees, prefixes, states)
         with torch.inference_mode():
-            batch, logits, _ = plain._forward(asked)
-            other, found, _ = fused._forward(asked)
-            torch.testing.assert_close(found, logits, rtol=0, atol=1e-4)
-            wanted = plain._judge(asked, batch, logits)
-            got = fused._judge(asked, other, found)
+            ran, other = plain._forward(asked), fused._forward(asked)
+            torch.testing.assert_close(other.logits, ran.logits, rtol=0, atol=1e-4)
+            wanted = plain._judge(asked, ran.batch, ran.logits)
+            got = fused._judge(asked, other.batch, other.logits)
         for name in ("path", "accepted", "leaf", "bonus"):
             assert torch.equal(getattr(got, name), getattr(wanted, name)), name
         assert torch.equal(fused.pool.table[:, :24], plain.pool.table[:, :24])
@@ -92,8 +91,8 @@ def test_a_step_is_torchs() -> None:
         firsts = wanted.bonus.tolist()
         with torch.inference_mode():
             ahead = job([chain([t]) for t in firsts], prefixes, states)
-            batch, logits, _ = plain._forward(ahead)
-            guesses = plain._judge(ahead, batch, logits).bonus.tolist()
+            ran = plain._forward(ahead)
+            guesses = plain._judge(ahead, ran.batch, ran.logits).bonus.tolist()
         trees = [
             TokenTree([first, 299, guess, 17], [-1, 0, 0, 2], 1)
             for first, guess in zip(firsts, guesses, strict=True)

@@ -43,7 +43,7 @@ class Twice(HostDevice):
 @pytest.mark.parametrize("kind", ["lookup", "near", "eagle3", "modules", "dflash"])
 def test_both_ways_of_a_step_are_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt chunks, replays after a hit, trees, sampling, penalties, scores, choices, masks."""
-    monkeypatch.setattr("spec_serve.spec.assemble.HostDevice", Twice)
+    monkeypatch.setattr("spec_serve.spec.runner.HostDevice", Twice)
     seen: list[tuple[int, int, int]] = []
     Twice.seen = seen
     draft = drafter(kind) if kind in ("lookup", "near") else for_target(kind, target())
