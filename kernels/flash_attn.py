@@ -28,6 +28,9 @@ from spec_serve.kernels.reference import TorchPlan
 PLACES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 """Modules that hold the library, the newer one first."""
 
+SUMS = ("return_softmax_lse", "return_attn_probs")
+"""What newer and older versions call it when log-sums are to be returned."""
+
 WIDEST = 256  # head_dim, a multiple of 8
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -48,11 +51,15 @@ def place() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Its one function that is used, flash_attn_varlen_func, and the version asked of it: 2 or 3,
-    0 for the stand-alone package, which knows no versions and returns log-sums by another name."""
+    """Its one function that is used, flash_attn_varlen_func.
+
+    version: what is asked of it, 2 or 3; 0 where it knows no versions. sums: the parameter that
+    adds the log-sums to what it returns; without dropout `return_attn_probs` adds no matrix.
+    """
 
     function: Callable[..., Any]
-    version: int
+    version: int = 0
+    sums: str = "return_softmax_lse"
 
     @property
     def pages(self) -> bool:
@@ -61,11 +68,10 @@ class Library:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
         """Outputs [T, heads, D] and the natural logarithms of the sums of weights, [heads, T]."""
+        more[self.sums] = True
         if self.version:
-            asked = {"return_softmax_lse": True, "fa_version": self.version}
-        else:
-            asked = {"return_attn_probs": True}  # without dropout it adds the sums, and no matrix
-        made = self.function(q, k, v, **more, **asked)
+            more["fa_version"] = self.version
+        made = self.function(q, k, v, **more)
         return made[0], made[1]
 
 
@@ -76,8 +82,9 @@ def library(device: torch.device) -> Library:
         raise ImportError("vllm-flash-attn is not installed")
     module = importlib.import_module(name)
     function = module.flash_attn_varlen_func
-    if "fa_version" not in inspect.signature(function).parameters:
-        return Library(function, 0)
+    known = inspect.signature(function).parameters
+    if "fa_version" not in known:
+        return Library(function, 0, next(name for name in SUMS if name in known))
     return Library(function, 3 if module.is_fa_version_supported(3, device) else 2)
 
 

@@ -115,7 +115,8 @@ HALF = torch.float16
 )
 def test_equals_the_reference(case: Case, version: int) -> None:
     stand_in = StandIn(version)
-    assert error(case, FlashAttention("cpu", Library(stand_in, version))) < 1
+    sums = "return_softmax_lse" if version else "return_attn_probs"
+    assert error(case, FlashAttention("cpu", Library(stand_in, version, sums))) < 1
     # In pages where it can, and never where the pool has another dtype.
     assert bool(stand_in.paged) == (version == 3 and case.kv_dtype is None)
     assert stand_in.calls <= 2
@@ -139,7 +140,8 @@ def test_what_it_can_not_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("source", "version"),
     [
-        ("def flash_attn_varlen_func(q, k, v, cu_seqlens_q, return_attn_probs=False): ...", 0),
+        ("def flash_attn_varlen_func(q, k, v, return_attn_probs=False): ...", 0),
+        ("def flash_attn_varlen_func(return_attn_probs=False, return_softmax_lse=False): ...", 0),
         ("def flash_attn_varlen_func(q, k, v, fa_version=2): ...\n"
          "def is_fa_version_supported(version, device): return device.type == 'cpu'", 3),
         ("def flash_attn_varlen_func(q, k, v, fa_version=2): ...\n"
@@ -159,7 +161,11 @@ def test_what_is_installed_is_found(
     try:
         assert place() == name
         assert not {"vllm", "vllm_flash_attn"} & set(sys.modules)
-        assert library(torch.device("cpu")).version == version
+        found = library(torch.device("cpu"))
+        assert (
+            found.version == version and found.sums in inspect.signature(found.function).parameters
+        )
+        assert (found.sums == "return_softmax_lse") == ("v, return_attn" not in source)
     finally:
         for held in [held for held in sys.modules if held.startswith("vllm")]:
             del sys.modules[held]
