@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -118,6 +119,32 @@ def test_reading_that_takes_too_long_is_given_up(
     monkeypatch.setattr(module, "PREPARE_S", 10.0)
     (made,) = prepare(service, chat("x"))
     assert made.request.prompt
+
+
+def test_constraints_are_given_up_when_the_answer_is_due(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+
+    class Slow:
+        def begin(self, constraint: Any, until: float) -> Future[Any]:
+            told.append(until)
+            return Future()
+
+        def reading(self, making: Future[Any]) -> bool:
+            return False
+
+    def due(arrived: float) -> float:
+        told.append(arrived)
+        return arrived  # now, that is
+
+    monkeypatch.setattr(module, "compiler_of", lambda tokenizer: Slow())
+    monkeypatch.setattr(module, "due", due)
+    more = m.Segment([1], constraint=m.Constraint("regex", "b"))
+    asked = m.Generate("g", prompt="x", constraint=m.Constraint("regex", "a"), segments=[more])
+    (error,) = prepare(service, asked)
+    assert isinstance(error, RequestError) and error.code == "overloaded"
+    assert told == [told[0]] * 3  # both are due when the request says
 
 
 def test_a_draining_service_takes_nothing(service: Service) -> None:
