@@ -162,9 +162,7 @@ def test_what_is_installed_is_found(
         assert place() == name
         assert not {"vllm", "vllm_flash_attn"} & set(sys.modules)
         found = library(torch.device("cpu"))
-        assert (
-            found.version == version and found.sums in inspect.signature(found.function).parameters
-        )
+        assert found.version == version
         assert (found.sums == "return_softmax_lse") == ("v, return_attn" not in source)
     finally:
         for held in [held for held in sys.modules if held.startswith("vllm")]:
