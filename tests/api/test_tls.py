@@ -90,7 +90,7 @@ async def health(address: str, context: ssl.SSLContext) -> bytes:
         reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         try:
-            return (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n")[0]
+            return (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n")[0]
         finally:
             writer.transport.abort()
     except (OSError, ssl.SSLError):
@@ -106,7 +106,7 @@ async def hello(address: str, context: ssl.SSLContext) -> str:
         await socket.send(codec.encode(m.Generate("g", prompt="hello over TLS")).decode())
         text = ""
         while True:
-            message = codec.server_message(await asyncio.wait_for(socket.recv(), 10))
+            message = codec.server_message(await asyncio.wait_for(socket.recv(), 60))
             if isinstance(message, m.Delta):
                 text += message.text
             elif isinstance(message, (m.Finished, m.Error)):
@@ -130,7 +130,7 @@ def test_http_and_websocket_speak_tls(pems: Path, implementation: str) -> None:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             with contextlib.suppress(ConnectionError):
-                assert b"HTTP" not in await asyncio.wait_for(reader.read(), 10)
+                assert b"HTTP" not in await asyncio.wait_for(reader.read(), 60)
             writer.close()
 
     uvloop.run(go())

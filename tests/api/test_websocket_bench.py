@@ -14,7 +14,7 @@ from spec_serve.bench import sockets
 @pytest.mark.parametrize("codec", m.SUBPROTOCOLS)
 def test_one_short_round(codec: str, tmp_path: Path) -> None:
     path = tmp_path / "sockets.json"
-    words = f"--rounds 1 --seconds 0.1 --sockets 3 --tick 5 --codec {codec} --json {path}"
+    words = f"--rounds 1 --seconds 0.3 --sockets 3 --tick 5 --codec {codec} --json {path}"
     assert sockets.main(words.split()) == 0
     (row,) = json.loads(path.read_text())["rounds"]
     assert row["bytes"] > 50
