@@ -143,6 +143,26 @@ def operators(
     ]  # fmt: skip
 
 
+def attention(
+    model: NativeTransformer, tokens: int, context: int, found: Ceilings, repeat: int
+) -> dict[str, Any]:
+    """What `context` cached tokens add to a forward over `tokens` nodes, as `operators` has it.
+
+    Keys and values are read as halves, once for all nodes, and multiplied as floats."""
+    config = model.config
+    seconds = forward_s(model, tokens, context, repeat) - forward_s(model, tokens, 0, repeat)
+    seconds = max(seconds, 1e-9)  # a short context can vanish between two timings
+    kept = 2 * config.layers * config.kv_heads * config.head_dim * context
+    work = 2 * config.layers * config.heads * config.head_dim * context * tokens
+    nbytes = kept * model.dtype.itemsize
+    return {
+        "nodes": tokens, "part": "attention", "bits": 16, "shape": f"{context} keys",
+        "count": config.layers, "ms": seconds * 1e3, "GB/s": nbytes / seconds / 1e9,
+        "memory": nbytes / seconds / found.memory, "GMAC/s": work / seconds / 1e9,
+        "arithmetic": work / seconds / found.floats,
+    }  # fmt: skip
+
+
 def forward_s(model: NativeTransformer, nodes: int, context: int, repeat: int) -> float:
     """Seconds of one forward over a chain behind `context` tokens: the quickest of at least
     `repeat`, and of more where they are short."""

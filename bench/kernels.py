@@ -93,6 +93,7 @@ def compiled_report(model: NativeTransformer, args: argparse.Namespace) -> dict[
     for n in args.operators:
         print()
         operators += compiled.operators(model, n, found, args.repeat)
+        operators.append(compiled.attention(model, n, max(args.context), found, args.repeat))
         table([_shown(record) for record in operators if record["nodes"] == n])
     print()
     return {

@@ -89,6 +89,20 @@ def test_shares_of_the_ceilings(
     assert gate["memory"] == pytest.approx(nbytes / (layers * 1e-3) / 1e9)
 
 
+def test_attention_is_what_a_context_adds(
+    model: NativeTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Ceilings(1, model.isa, 1e9, 8e9, 4e9, 2e9)
+    took = {100: 5e-3, 0: 3e-3}
+    monkeypatch.setattr(compiled, "forward_s", lambda model, n, context, repeat: took[context])
+    record, config = compiled.attention(model, 4, 100, found, 1), model.config
+    read = config.layers * 2 * config.kv_heads * config.head_dim * 100 * 2
+    made = config.layers * 2 * config.heads * config.head_dim * 100 * 4
+    assert record["ms"] == pytest.approx(2.0)
+    assert record["memory"] == pytest.approx(read / 2e-3 / 1e9)
+    assert record["arithmetic"] == pytest.approx(made / 2e-3 / 2e9)
+
+
 def test_the_rest_is_what_the_matrices_do_not_take(model: NativeTransformer) -> None:
     found = Ceilings(1, model.isa, 1e9, 8e9, 4e9, 1e9)
     records = compiled.curve(model, [1, 3], 5, found, 2)
@@ -121,7 +135,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert kernels.main(argv) == 0
     made = json.loads((tmp_path / "j").read_text())
     assert [record["nodes"] for record in made["curve"]] == [1, 2]
-    assert [record["part"] for record in made["operators"]] == [*compiled.PARTS, "head"]
+    assert [record["part"] for record in made["operators"]] == [
+        *compiled.PARTS, "head", "attention",
+    ]  # fmt: skip
     assert made["model"]["threads"] == 1 and len(made["ceilings"]) == 2
     assert [record["shape"] for record in made["records"]] == ["chain", "tree"]
     assert "1 threads: memory" in capsys.readouterr().out
