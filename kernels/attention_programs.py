@@ -13,10 +13,15 @@ import triton.language as tl
 MANY = tl.constexpr(1 << 30)
 # Numbers that change from step to step: no program is compiled anew because one of them is 1.
 VARYING = ["rows", "first", "target"]
+# Parts of one buffer: nor because of where in it one of them begins.
+PARTS = [
+    "node_ptr", "twig_ptr", "twig_slots", "prefix", "chain", "row_ids", "positions", "ancestors",
+    "slots",
+]  # fmt: skip
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=PARTS)
 def plan_work(
     node_ptr,
     twig_ptr,
@@ -200,7 +205,7 @@ def scores(
     return s
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=PARTS)
 def attend_tile(
     q, k, v, out, part, stats, work, node_ptr, twig_ptr, twig_slots, prefix, chain, row_ids, table,
     positions, ancestors, rows, first, scale, softcap, q_node, q_head, k_slot, k_head, v_slot,
@@ -289,7 +294,7 @@ def attend_tile(
         tl.store(stats + where, tl.where(total > 0, top + tl.log2(whole), float("-inf")))
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=PARTS)
 def merge_splits(
     out,
     part,
@@ -346,7 +351,7 @@ def merge_splits(
     tl.store(out + out_at + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS)
 def store_kv(
     k,
     v,
