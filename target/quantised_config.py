@@ -114,7 +114,8 @@ def _compressed(raw: Mapping[str, Any]) -> Scheme:
     sparse = raw.get("sparsity_config") or {}
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         raise _refusal("sparsity_config.format", sparse["format"], ("dense",))
-    if raw.get("transform_config"):
+    turned = raw.get("transform_config") or {}
+    if not isinstance(turned, Mapping) or turned.get("config_groups"):
         raise SchemeError(f"{_FIELD}.transform_config: rotations are not supported")
     default = raw.get("format")
     blocks: set[tuple[int, int]] = set()

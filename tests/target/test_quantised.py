@@ -19,7 +19,7 @@ from spec_serve.target.model import load_model
 from spec_serve.target.native import load_native, unfit
 from spec_serve.target.quantised import LayoutError, gptq
 from spec_serve.target.quantised_checkpoint import QuantisedCheckpoint
-from spec_serve.target.quantised_config import SchemeError, read_scheme
+from spec_serve.target.quantised_config import Scheme, SchemeError, read_scheme
 from spec_serve.target.weights import CheckpointError, open_checkpoint
 from tests.quantised_files import FLOATS, FORMATS, GPTQ, Floats, Format, compressed, write
 from tests.target.test_native import TOKENS, Run
@@ -66,6 +66,21 @@ def weights(**fields: Any) -> dict[str, Any]:
     return compressed("pack-quantized", **fields)
 
 
+def test_what_files_say_besides_is_let_be() -> None:
+    """Fields as tools write them around what counts."""
+    group = {"input_activations": {"num_bits": 8, "dynamic": True}, "output_activations": None}
+    more = {"sparsity_config": {}, "transform_config": {"config_groups": {}}, "kv_cache_scheme": {}}
+    made = weights(strategy="group", group_size=128, block_structure=None, actorder="weight")
+    made["config_groups"]["group_0"] |= group
+    assert read_scheme({"quantization_config": made | more}) == Scheme("compressed-tensors")
+    awq = {"quant_method": "awq", "bits": 4, "version": "GEMM", "modules_to_not_convert": None}
+    assert read_scheme({"quantization_config": awq}) == Scheme("awq")
+    assert read_scheme({"text_config": {"quantization_config": GPTQ}}) == Scheme(
+        "gptq", zeros_less_one=True
+    )
+    assert read_scheme({}) is None and read_scheme({"quantization_config": None}) is None
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -84,7 +99,7 @@ def weights(**fields: Any) -> dict[str, Any]:
         (weights(strategy="tensor_group"), "weights.strategy: 'tensor_group'"),
         (weights(strategy="block"), "block_structure: None"),
         (weights() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.forma"),
-        (weights() | {"transform_config": {"config_groups": {}}}, "transform_config"),
+        (weights() | {"transform_config": {"config_groups": {"v": 1}}}, "transform_config"),
         ([1], "an object is expected"),
     ],
 )
