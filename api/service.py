@@ -139,7 +139,7 @@ class Service:
             waited.add_done_callback(lambda done: done.cancelled() or done.exception())
             # Others may wait for the same one: it is never cancelled.
             await asyncio.wait((waited,), timeout=max(0.0, until - time.monotonic()))
-            if not waited.done() and compiler.reading(making):
+            if not waited.done() and making.running():  # it has had its turn, and ends in any case
                 await asyncio.wait((waited,), timeout=FIRST_S)
             if not waited.done():
                 raise overloaded()

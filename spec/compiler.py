@@ -1,10 +1,9 @@
 """Constraints compiled aside from the engine and the loop: bounded in time, kept for the next time.
 
 Compiling runs in two threads of its own (llguidance lets go of Python meanwhile), behind a trial in
-a process that ends when it takes too long. Who came from outside is answered within a second of
-its arrival, if only that others are being compiled. What compiled is kept by constraint, least
-lately used going first beyond a number of bytes; so is what did not. Any thread may call. Knows no
-requests' lives.
+a process that ends when it takes too long. Whose turn has not come within a second of its arrival
+is told that others are being compiled. What compiled is kept by constraint, least lately used going
+first beyond a number of bytes; so is what did not. Any thread may call. Knows no requests' lives.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -65,16 +65,15 @@ class Compiler:
         until = monotonic() + PATIENCE_S
         making = self.begin(constraint, until)
         for within in (PATIENCE_S, FIRST_S):
-            try:
+            with suppress(TooLate):
                 return making.result(within)
-            except TooLate:
-                if not self.reading(making):
-                    break
+            if not making.running():
+                break
         raise overloaded()
 
     def begin(self, constraint: Constraint, until: float) -> Future[Compiled]:
-        """Have it compiled. It is given up where it has not been begun in time, or can't be tried
-        out by then (monotonic seconds; `due`). The future raises RequestError, and so does this."""
+        """Have it compiled. It is given up where it has not been begun in time (monotonic seconds;
+        `due`). The future raises RequestError, and so does this."""
         check_bounds(constraint)
         with self._lock:
             known = self._kept.get(constraint)
@@ -90,10 +89,6 @@ class Compiler:
                 running = self._workers().submit(self._work, constraint, until)
                 self._running[constraint] = running
             return running
-
-    def reading(self, making: Future[Compiled]) -> bool:
-        """Whether what is being compiled waits for the vocabulary, which is read only once."""
-        return making.running() and self._lexicon is None
 
     @property
     def kept_bytes(self) -> int:

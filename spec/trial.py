@@ -26,7 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 COMMAND = (sys.executable, "-P", "-m", "spec_serve.spec.trial")
 WITHIN_S = 0.25  # of processor time, so that what is refused is the same on a busy machine
 START_S = 20.0  # for the very first process to begin
-LEAST_S = 0.05  # of time left, below which nothing is begun
+TURN_S = 30.0  # for what has been begun: a busy machine takes longer for the same processor time
 GRACE_S = 0.05  # after which a process ends by itself though nobody waits for it
 MEMORY = 1 << 30  # bytes of address space
 AT_ONCE = 2
@@ -105,21 +105,16 @@ def get_ready() -> None:
 def try_out(source: str, within_s: float = WITHIN_S, until: float | None = None) -> str:
     """What is wrong with a grammar for llguidance, "" = nothing. From any thread; waits.
 
-    within_s: processor time it may take. until: monotonic seconds when the answer has to be there
-    (None: it may take a while). Raises Busy where there is none by then.
+    within_s: processor time it may take. until: monotonic seconds when it has to have begun (None:
+    that may take a while). Raises Busy where it has not, or has no answer `TURN_S` later.
     """
     begun = monotonic()
     until = begun + START_S if until is None else until
-    if not _places.acquire(timeout=max(0.0, until - LEAST_S - begun)):
+    if begun > until or not _places.acquire(timeout=until - begun):
         raise Busy
     try:
-        way = _way(until)
-        left = until - monotonic()
-        if left < LEAST_S:
-            with _lock:
-                _idle.append(way)
-            raise Busy
-        said = _asked(way, source, within_s, left)
+        way = _way(monotonic() + TURN_S)
+        said = _asked(way, source, within_s, TURN_S)
     finally:
         _places.release()
     if said is None:
