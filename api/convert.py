@@ -189,6 +189,7 @@ def to_request(
         prompt_logprobs=wire.prompt_logprobs,
         continuations=tuple(map(tuple, wire.continuations)),
         salt=wire.cache_salt,
+        keep=wire.keep,
         priority=wire.priority,
         deadline=deadline,
         constraint=_constraint(wire, tokenizer),
@@ -206,7 +207,7 @@ def _segments(
         raise RequestError("segments", "don't go with tools")
     made: list[Prepared] = []
     bare = structs.replace(
-        wire, model="", prompt=None, messages=None, segments=[], timeout_s=None,
+        wire, model="", prompt=None, messages=None, segments=[], timeout_s=None, keep=False,
         speculation=wire.speculation.__class__(),
     )  # fmt: skip
     for number, segment in enumerate(wire.segments):

@@ -182,6 +182,7 @@ def generate(request: pb.GenerateRequest, gen: str = "call", **more: Any) -> m.G
         "steps": _DETAIL.get(output.spec_detail, f"unknown ({output.spec_detail})"),
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "keep": request.keep,
         **more,
         **inputs(request),
     }

@@ -104,6 +104,7 @@ class Generate(Message, tag="generate"):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    keep: bool = False  # the prompt stays in the cache longer than others: a hint
     # WebSocket: goes on when the socket drops, for `resume`. Otherwise a drop cancels.
     resumable: bool = False
 

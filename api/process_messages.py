@@ -60,6 +60,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     constraint: r.Constraint | None = None
     continuations: tuple[tuple[int, ...], ...] = ()
     segments: tuple[Submit, ...] = ()
+    keep: bool = False
 
 
 class Cancel(msgspec.Struct, tag=2, array_like=True):
@@ -230,7 +231,7 @@ def to_submit(number: int, request: r.Request) -> Submit:
         number, request.id, request.prompt, request.sampling, ends, request.speculation, request.n,
         request.logprobs, request.prompt_logprobs, request.salt, request.priority, request.deadline,
         request.constraint, request.continuations,
-        tuple(to_submit(number, one) for one in request.segments),
+        tuple(to_submit(number, one) for one in request.segments), request.keep,
     )  # fmt: skip
 
 
@@ -247,7 +248,7 @@ def from_submit(made: Submit, tokenizer: TokenTable) -> r.Request:
         made.id, made.prompt, made.sampling, stopping, made.speculation, made.n, made.logprobs,
         made.prompt_logprobs, made.salt, made.priority, made.deadline,
         constraint=made.constraint, continuations=made.continuations,
-        segments=tuple(from_submit(one, tokenizer) for one in made.segments),
+        segments=tuple(from_submit(one, tokenizer) for one in made.segments), keep=made.keep,
     )  # fmt: skip
 
 

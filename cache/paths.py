@@ -19,13 +19,15 @@ class Node:
     lock: leases that end here or below; a node with lock > 0 is pinned. used: when it was last
     walked, by the tree's clock. hits: how often it was walked. version: rises whenever positions
     in the run move or vanish. queued: the eviction heap holds an entry of it. blocks: of whole
-    blocks that end in the run, kept by the tree's BlockLog if it has one.
+    blocks that end in the run, kept by the tree's BlockLog if it has one. kept: eviction passes it
+    over once.
     """
 
     __slots__ = (
         "blocks",
         "children",
         "hits",
+        "kept",
         "lock",
         "parent",
         "queued",
@@ -51,6 +53,7 @@ class Node:
         self.hits = 0
         self.version = 0
         self.queued = False
+        self.kept = False
         self.blocks: list[bytes] | None = None
 
 

@@ -133,6 +133,21 @@ class RadixTree:
 
     # --------------------------------------------------------------- eviction
 
+    def keep(self, tokens: Sequence[int], salt: str = "") -> None:
+        """Have what is cached of these passed over once when its turn to be evicted comes.
+
+        A hint, no pin: it goes all the same where nothing else is left, and the next time.
+        """
+        root = self._roots.get(salt)
+        if root is None:
+            return
+        node, offset, _ = walk(root, as_list(tokens), 0)
+        if offset < len(node.tokens):
+            node = self._split(node, offset)
+        while node.parent is not None:
+            node.kept = True
+            node = node.parent
+
     @property
     def evictable(self) -> int:
         """Tokens that nobody has pinned; `evict` can free all of them."""
@@ -155,6 +170,9 @@ class RadixTree:
                 node.queued = False
                 self._buried -= parent is None
             elif node.used != used:
+                heapreplace(heap, (node.used, node.serial, node))
+            elif node.kept:
+                node.kept, node.used = False, self._clock
                 heapreplace(heap, (node.used, node.serial, node))
             elif len(node.tokens) > need:
                 freed += self._cut(node, len(node.tokens) - need)
@@ -285,6 +303,7 @@ class RadixTree:
         assert parent is not None and 0 < offset < len(node.tokens)
         upper = self._node(parent, node.salt, node.tokens[:offset], node.slots[:offset])
         upper.lock, upper.used, upper.hits = node.lock, node.used, node.hits
+        upper.kept = node.kept
         del node.tokens[:offset], node.slots[:offset]
         parent.children[upper.tokens[0]] = upper
         upper.children[node.tokens[0]] = node

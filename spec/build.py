@@ -137,6 +137,8 @@ class Builder:
         if row.kv is not None:
             self.store.close(row.kv)
             row.kv = None
+            if row.request.keep:
+                self.store.tree.keep(row.request.prompt, row.request.salt)
             if row.sources is not None:
                 self._retired(row.request.salt, row.tokens)
 

@@ -189,6 +189,7 @@ class Request:
     constraint: Constraint | None = None
     compiled: Compiled | None = None
     segments: tuple[Request, ...] = ()
+    keep: bool = False  # its prompt stays in the cache longer than others: a hint
 
     @property
     def given(self) -> int:

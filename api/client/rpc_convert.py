@@ -77,6 +77,7 @@ def to_proto(wire: m.Generate, request_id: str = "") -> pb.GenerateRequest:
         ),
         priority=wire.priority,
         cache_salt=wire.cache_salt,
+        keep=wire.keep,
         continuations=[pb.TokenIds(ids=ids) for ids in wire.continuations],
     )
     if wire.prompt is not None:

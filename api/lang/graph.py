@@ -184,9 +184,11 @@ class Graph:
 
 
 async def warm(backend: Backend, prefix: list[int]) -> None:
-    """Have the server compute a prompt's beginning, so that it is in its prefix cache."""
+    """Have the server compute a prompt's beginning, so that it is in its prefix cache, and stays
+    there longer than others (a hint)."""
     if prefix:
-        async for _ in backend.generate(prefix, {"max_tokens": 1, "ignore_eos": True}):
+        asked = {"max_tokens": 1, "ignore_eos": True, "keep": True}
+        async for _ in backend.generate(prefix, asked):
             pass
 
 

@@ -28,7 +28,7 @@ WHITESPACE_COMPACT: Whitespace
 WHITESPACE_ANY: Whitespace
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "cache_salt", "constraint", "continuations", "segments")
+    __slots__ = ("request_id", "model", "prompt", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "cache_salt", "constraint", "continuations", "segments", "keep")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class GenerateRequest(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -57,7 +58,8 @@ class GenerateRequest(_message.Message):
     constraint: Constraint
     continuations: _containers.RepeatedCompositeFieldContainer[TokenIds]
     segments: _containers.RepeatedCompositeFieldContainer[GenerateRequest]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., segments: _Optional[_Iterable[_Union[GenerateRequest, _Mapping]]] = ...) -> None: ...
+    keep: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., segments: _Optional[_Iterable[_Union[GenerateRequest, _Mapping]]] = ..., keep: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -320,3 +320,27 @@ def test_check_finds_wrong_books() -> None:
     lease.node.lock += 1
     with pytest.raises(AssertionError):
         tree.check([lease])
+
+
+def test_what_is_kept_is_passed_over_once() -> None:
+    tree = RadixTree()
+    for path in ([1, 2, 3, 4], [5, 6, 7], [8, 9]):
+        tree.insert(path)
+    tree.keep([1, 2, 9])  # of which two are cached
+    tree.keep([7])  # and nothing of this
+    tree.keep([1], "nobody")
+    tree.evict(2)
+    assert tree.matched([1, 2, 3, 4]) == 2
+    tree.check([])
+    tree.evict(3)
+    assert [tree.matched(path) for path in ([1, 2], [5, 6, 7], [8, 9])] == [2, 0, 2]
+    tree.evict(2)
+    assert [tree.matched(path) for path in ([1, 2], [8, 9])] == [2, 0]
+    tree.check([])
+    tree.insert([3, 3])
+    tree.evict(2)
+    assert [tree.matched(path) for path in ([1, 2], [3, 3])] == [0, 2]
+    tree.keep([3, 3])
+    tree.clear()
+    assert tree.size == 0
+    tree.check([])
