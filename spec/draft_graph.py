@@ -46,7 +46,7 @@ def width_for(depth: int, most: int) -> int:
 
 
 class DraftGraph:
-    """The graph of one tier and shape. taps: where the target's features of the frame's nodes are.
+    """The graph of one frame and shape. taps: where the target's features of the frame's nodes are.
 
     Recorded over padding alone; the frame has to be idle.
     """
@@ -55,7 +55,7 @@ class DraftGraph:
         self, frame: Frame, shape: Shape, scratch: int, drafter: Drafter, taps: Tensor | None,
         capture: Capture,
     ) -> None:  # fmt: skip
-        rows = frame.tier.rows
+        rows = frame.rows
         device = frame.told.device
         self._frame, self._shape, self._drafter, self._taps = frame, shape, drafter, taps
         self._scratch = scratch
@@ -105,8 +105,8 @@ class DraftGraph:
     def _seen(self) -> Seen:
         """Chains of accepted guesses and the token behind them, padding at their ends."""
         frame, at, width = self._frame, self._block.at, self._shape.width
-        batch, rows, start = frame.batch, at["rows"], at["start"]
-        count, device = frame.tier.rows, rows.device
+        batch, rows, start = frame.whole.batch, at["rows"], at["start"]
+        count, device = frame.rows, rows.device
         real = rows < count
         told = frame.told.index_select(0, rows)  # [R, 3 + D]
         bonus, accepted, leaf = (torch.where(real, told[:, i], 0) for i in range(3))

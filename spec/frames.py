@@ -1,6 +1,7 @@
-"""The fixed tensors that graphs of steps read: one tier's batch and sampling, padded to its size.
+"""The fixed tensors that graphs of steps read: batch and sampling, padded to a tier's size.
 
-Everything a tier takes in lies in one int64 buffer on the device and comes there by one copy. A
+All that tiers of as many rows take in lies in one int64 buffer on the device, of which those with
+fewer nodes read the beginnings, and comes there by one copy. A
 batch smaller than its tier leaves rows without nodes; nodes left over form a chain in a last row of
 their own, write their K/V to TRASH and their slots to the table's column that forgets. What is left
 of the tensors without padding is a batch like any other. Knows jobs by their twigs and states.
@@ -15,6 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from spec_serve.cache.batch import TreeBatch, Twig, build_batch
 from spec_serve.cache.pool import TRASH
@@ -106,57 +108,72 @@ class Block:
         self._sent.copy_(self._staged, non_blocking=True)
 
 
-class Frame:
-    """One tier's inputs.
+class Padded:
+    """Views of a frame's tensors as a tier reads them.
 
-    batch: TreeBatch of tier.rows + 1 rows and tier.nodes nodes with as many logit rows; the last
-    row is padding. words: of ancestor bits. forget: the table's column that swallows writes.
-    depth: guesses of a path. told: [B + 1, 3 + depth] what `keep` and graphs leave of a verdict:
-    bonus, accepted, leaf, path.
+    batch: of `nodes` nodes and as many logit rows; its last row is padding. temperature, seeds,
+    drawn: [N] of each logit row. replayed: [N].
+    """
+
+    def __init__(self, at: Mapping[str, Tensor], nodes: int, words: int) -> None:
+        self.batch = TreeBatch(
+            **{name: at[name][:nodes] for name in (*_PER_NODE, "logits_at")},
+            **{name: at[name] for name in (*_PER_ROW, "node_ptr")},
+            ancestors=at["ancestors"].view(-1, words)[:nodes],
+            twig_ptr=at["node_ptr"],
+            twig_slots=at["slots"][:nodes],
+        )
+        self.temperature = at["temperature"].view(torch.float64)[:nodes]
+        self.seeds, self.drawn = at["seeds"][:nodes], at["drawn"][:nodes]
+        self.replayed = at["replayed"][:nodes]
+
+
+class Frame:
+    """The inputs of all tiers of `rows` rows, with up to `nodes` nodes.
+
+    words: of ancestor bits. forget: the table's column that swallows writes. depth: guesses of a
+    path. told: [rows + 1, 3 + depth] what graphs leave of a verdict: bonus, accepted, leaf, path.
     """
 
     def __init__(
-        self, tier: Tier, words: int, depth: int, forget: int, device: torch.device
+        self, rows: int, nodes: int, words: int, depth: int, forget: int, device: torch.device
     ) -> None:
-        rows, nodes = tier.rows + 1, tier.nodes
+        lines = rows + 1
         sizes = dict.fromkeys((*_PER_NODE, "logits_at"), nodes)
-        sizes |= {"node_ptr": rows + 1} | dict.fromkeys(_PER_ROW, rows)
-        sizes |= {"ancestors": nodes * words, "next_slots": rows}
+        sizes |= {"node_ptr": lines + 1} | dict.fromkeys(_PER_ROW, lines)
+        sizes |= {"ancestors": nodes * words, "next_slots": lines}
         sizes |= dict.fromkeys(("temperature", "seeds", "drawn", "replayed"), nodes)
-        self.tier, self.words, self.depth = tier, words, depth
+        self.rows, self.words, self.depth = rows, words, depth
         self._block = block = Block(sizes, device)
-        host, at = block.host, block.at
+        host = block.host
         host["positions"][:] = forget
         host["parents"][:] = host["logit_of"][:] = -1
         host["given"][:] = host["chain"][:] = 1
-        host["row_of"][:] = tier.rows
-        host["logits_at"][:] = nodes - 1
-        host["node_ptr"][-1] = nodes
+        host["row_of"][:] = rows
         host["slots"][:] = host["next_slots"][:] = TRASH
         block.keep()
         block.send()
-        self.batch = TreeBatch(
-            **{name: at[name] for name in (*_PER_NODE, *_PER_ROW, "logits_at", "node_ptr")},
-            ancestors=at["ancestors"].view(nodes, words),
-            twig_ptr=at["node_ptr"],
-            twig_slots=at["slots"],
-        )
-        self.temperature = at["temperature"].view(torch.float64)  # [N] of each logit row
-        self.seeds, self.drawn = at["seeds"], at["drawn"]
-        self.next_slots, self.replayed = at["next_slots"], at["replayed"]
-        self.told = torch.zeros((rows, 3 + depth), dtype=torch.int64, device=device)
+        self.whole = Padded(block.at, nodes, words)
+        self.next_slots = block.at["next_slots"]
+        self.told = torch.zeros((lines, 3 + depth), dtype=torch.int64, device=device)
 
-    def idle(self) -> None:
-        """Nothing but padding, as graphs are recorded."""
+    def padded(self, nodes: int) -> Padded:
+        """What the tier of so many nodes reads."""
+        return Padded(self._block.at, nodes, self.words)
+
+    def idle(self, nodes: int) -> None:
+        """Nothing but padding in the tier of so many nodes, as graphs are recorded."""
         self._block.reset()
+        self._block.host["node_ptr"][-1] = nodes
+        self._block.host["logits_at"][:] = nodes - 1
         self._block.send()
 
     def fill(
-        self, twigs: Sequence[Twig], next_slots: Sequence[int], replays: Sequence[int],
+        self, most: int, twigs: Sequence[Twig], next_slots: Sequence[int], replays: Sequence[int],
         states: Sequence[RowSampling],
     ) -> Size | None:  # fmt: skip
-        """Bring a step's batch to the device; None if its trees need more words of ancestors than
-        there are."""
+        """Bring a step's batch to the device, padded to `most` nodes; None if its trees need more
+        words of ancestors than there are."""
         made = build_batch(twigs)
         rows, nodes, logits = made.rows, len(made), len(made.logits_at)
         words = made.ancestors.shape[1]
@@ -171,7 +188,9 @@ class Frame:
             host[name][:rows] = getattr(made, name).numpy()
         host["node_ptr"][: rows + 1] = made.node_ptr.numpy()
         host["node_ptr"][rows + 1 : -1] = nodes
+        host["node_ptr"][-1] = most
         host["logits_at"][:logits] = made.logits_at.numpy()
+        host["logits_at"][logits:] = most - 1
         bits = host["ancestors"].reshape(-1, self.words)
         bits[:nodes, :words] = made.ancestors.numpy()
         host["next_slots"][:rows] = next_slots
@@ -189,7 +208,7 @@ class Frame:
 
     def cut(self, size: Size) -> TreeBatch:
         """The batch without padding, as views."""
-        whole, rows, nodes = self.batch, size.rows, size.nodes
+        whole, rows, nodes = self.whole.batch, size.rows, size.nodes
         return TreeBatch(
             **{name: getattr(whole, name)[:nodes] for name in _PER_NODE},
             **{name: getattr(whole, name)[:rows] for name in _PER_ROW},

@@ -57,7 +57,10 @@ class Launched:
     told: [B, 3 + D] the verdict once there is one: bonus, accepted, leaf, path.
     """
 
-    def __init__(self, frame: Frame, size: Size, logits: Tensor, taps: Tensor | None) -> None:
+    def __init__(
+        self, tier: Tier, frame: Frame, size: Size, logits: Tensor, taps: Tensor | None
+    ) -> None:
+        self.tier = tier
         self.frame = frame
         self._size = size
         self._logits, self._taps = logits, taps
@@ -88,6 +91,9 @@ class Launched:
         return Verdict(told[:, 3 : 3 + depth], told[:, 1], told[:, 2], told[:, 0])
 
 
+_Key = tuple[int, Shape]  # rows of the frame
+
+
 @dataclass(slots=True)
 class _Recorded:
     """The graphs of one tier."""
@@ -108,12 +114,18 @@ class StepGraphs:
         self._words = -(-(max_nodes + 1) // WORD)
         self._tiers = tiers(max_rows, max_nodes)
         self._recorded: dict[Tier, _Recorded] = {}
-        self._drafts: dict[tuple[Tier, Shape], DraftGraph] = {}
-        self._asked: Counter[tuple[Tier, Shape]] = Counter()
-        self._refused: set[tuple[Tier, Shape]] = set()
-        self._wanted: tuple[Tier, Shape] | None = None
+        self._drafts: dict[_Key, DraftGraph] = {}
+        self._asked: Counter[_Key] = Counter()
+        self._refused: set[_Key] = set()
+        self._wanted: _Key | None = None
         device = parts.pool.device
-        most = max(tier.nodes for tier in self._tiers)
+        forget = parts.pool.table.shape[1] - 1
+        largest = {tier.rows: tier.nodes for tier in self._tiers}  # the last one of each
+        self._frames = {
+            rows: Frame(rows, nodes, self._words, self._depth, forget, device)
+            for rows, nodes in largest.items()
+        }
+        most = max(largest.values())
         self._logits = torch.zeros((most, parts.vocabulary), dtype=torch.float32, device=device)
         self._taps: Tensor | None = None
 
@@ -123,19 +135,26 @@ class StepGraphs:
         return tuple(self._recorded)
 
     @torch.inference_mode()
-    def record(self, progress: Progress = lambda share: None) -> None:
-        """Record forward and verdict of every tier, large ones first: their memory serves all."""
+    def record(self, progress: Progress = lambda share: None, plans: Sequence[Plan] = ()) -> None:
+        """Record forward and verdict of every tier, large ones first: their memory serves all; then
+        drafting by `plans` for one row, whose trees are as deep as the plan."""
         order = sorted(self._tiers, key=lambda tier: tier.nodes, reverse=True)
+        count = len(order) + len(plans)
         for done, tier in enumerate(order):
-            progress(done / len(order))
+            progress(done / count)
             self._recorded[tier] = self._record(tier)
+        keys = {(1, Shape(width_for(plan.depth, self._depth), plan)) for plan in plans}
+        for done, key in enumerate(sorted(keys, key=str), len(order)):
+            progress(done / count)
+            self._record_draft(key)
         progress(1.0)
 
     def _record(self, tier: Tier) -> _Recorded:
-        parts, pool = self._parts, self._parts.pool
-        table = pool.table
-        frame = Frame(tier, self._words, self._depth, table.shape[1] - 1, pool.device)
-        batch, logits = frame.batch, self._logits[: tier.nodes]
+        parts, table = self._parts, self._parts.pool.table
+        frame = self._frames[tier.rows]
+        frame.idle(tier.nodes)
+        padded = frame.padded(tier.nodes)
+        batch, logits = padded.batch, self._logits[: tier.nodes]
         asked = () if parts.drafter is None else parts.drafter.taps
 
         def forward() -> None:
@@ -147,9 +166,9 @@ class StepGraphs:
 
         def judge() -> None:
             ops = parts.operations
-            chosen = ops.draw(logits, frame.temperature, frame.seeds, frame.drawn)
+            chosen = ops.draw(logits, padded.temperature, padded.seeds, padded.drawn)
             verdict = ops.walk(batch, chosen, frame.depth)
-            ops.settle(batch, verdict, frame.next_slots, table, frame.replayed)
+            ops.settle(batch, verdict, frame.next_slots, table, padded.replayed)
             _keep(frame, verdict)
 
         if asked:
@@ -172,21 +191,21 @@ class StepGraphs:
         rows, nodes = len(twigs), sum(len(twig.slots) for twig in twigs)
         tier = pick(self._tiers, rows, nodes)
         recorded = None if tier is None else self._recorded.get(tier)
-        if recorded is None:
+        if tier is None or recorded is None:
             return None
         frame = recorded.frame
-        size = frame.fill(twigs, next_slots, replays, states)
+        size = frame.fill(tier.nodes, twigs, next_slots, replays, states)
         if size is None:
             return None
         recorded.forward()
-        return Launched(frame, size, self._logits, self._taps)
+        return Launched(tier, frame, size, self._logits, self._taps)
 
     def judge(self, launched: Launched, states: Sequence[RowSampling], depth: int) -> bool:
         """Find the step's verdict and settle the table; False if its choices depend on too much."""
         frame = launched.frame
         if depth > frame.depth or not plainly_drawn(states):
             return False
-        self._recorded[frame.tier].judge()
+        self._recorded[launched.tier].judge()
         return True
 
     def draft(
@@ -202,7 +221,7 @@ class StepGraphs:
             return None
         if any(len(row.known) for row in rows):
             return None
-        key = frame.tier, Shape(width_for(depth, frame.depth), plan)
+        key = frame.rows, Shape(width_for(depth, frame.depth), plan)
         graph = self._drafts.get(key)
         if graph is None:
             self._asked[key] += 1
@@ -219,21 +238,23 @@ class StepGraphs:
         """To be called when a step's results were read: records the draft graph it had to do
         without."""
         wanted, self._wanted = self._wanted, None
-        if wanted is None:
-            return
-        tier, shape = wanted
+        if wanted is not None:
+            self._record_draft(wanted)
+
+    def _record_draft(self, key: _Key) -> None:
         drafter = self._parts.drafter
         assert drafter is not None
-        frame = self._recorded[tier].frame
-        frame.idle()
+        rows, shape = key
+        frame = self._frames[rows]
+        frame.idle(1)
         scratch = scratch_slots(drafter, shape.plan)
         try:
-            self._drafts[wanted] = DraftGraph(
+            self._drafts[key] = DraftGraph(
                 frame, shape, scratch, drafter, self._taps, self._capture
             )
         except RuntimeError:
             log.exception("drafting by %s can't be recorded and runs without a graph", shape.plan)
-            self._refused.add(wanted)
+            self._refused.add(key)
 
 
 def _keep(frame: Frame, verdict: Verdict) -> None:

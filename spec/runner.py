@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from spec_serve.cache.pool import KVPool
-from spec_serve.draft.base import Drafter
+from spec_serve.draft.base import Drafter, Plan
+from spec_serve.draft.chooser import Chooser
 from spec_serve.draft.standalone import StandaloneDrafter
 from spec_serve.kernels.base import AttentionBackend
 from spec_serve.kernels.graphs import Capture, CudaCapture
@@ -76,16 +77,22 @@ def runner_for(
     operations = step_operations_for(device)
     runner = TorchDevice(target, pool, attention, drafter, vocabulary, operations)
     if sizes.graphs and graphs_fit(device, attention):
-        record(runner, CudaCapture(device), sizes, progress)
+        record(runner, CudaCapture(device), sizes, progress, early=True)
     return runner
 
 
-def record(runner: TorchDevice, capture: Capture, sizes: Sizes, progress: Progress) -> None:
+def record(
+    runner: TorchDevice, capture: Capture, sizes: Sizes, progress: Progress, early: bool = False
+) -> None:
     """Give a runner graphs; if its model can't be recorded it goes on without, and the log says
-    why."""
+    why. early: record drafting for one row too, instead of when it is asked for."""
     graphs = StepGraphs(runner.parts, capture, sizes.rows, sizes.nodes)
+    plans: list[Plan] = []
+    if early and runner.parts.drafter is not None:
+        shapes = [shape for shape in Chooser.SHAPES if shape[0] * shape[1] <= sizes.nodes]
+        plans = [Plan(depth, width, depth * width) for depth, width in shapes]
     try:
-        graphs.record(progress)
+        graphs.record(progress, plans)
     except RuntimeError:
         log.exception("steps can't be recorded as graphs and run without")
         return

@@ -64,7 +64,8 @@ class Twice:
         own = KVPool(pool.specs, pool.slots, rows, columns - 1)
         self.recorded = TorchDevice(model, own, attention, draft)
         self.capture = Recorder()
-        record(self.recorded, self.capture, sizes, lambda share: None)
+        self.shares: list[float] = []
+        record(self.recorded, self.capture, sizes, self.shares.append, early=kind == "eagle3")
         self.engine._device = self
         self.steps = self.given = 0
 
@@ -121,6 +122,9 @@ def test_steps_are_those_without_graphs(kind: str) -> None:
     assert 0 < twice.given <= twice.steps - forwards
     assert 0 < verdicts < forwards
     assert len(drafts) > 0 and 0 < sum(drafts) <= forwards
+    # A chain of one, two or three guesses for one row is recorded at start, like the rest of it.
+    assert len(twice.shares) == count // 2 + 1 + (3 if kind == "eagle3" else 0)
+    assert twice.shares == sorted(twice.shares) and twice.shares[-1] == 1.0
 
 
 def test_a_drafter_that_waits_goes_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
