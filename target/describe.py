@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_serve.target.gguf import TensorInfo, read_metadata
+from spec_serve.target.quantised_checkpoint import QuantisedCheckpoint
 from spec_serve.target.safetensors import read_header
 from spec_serve.target.tokenizer import load_tokenizer
 from spec_serve.target.weights import CheckpointError, open_checkpoint
@@ -20,19 +21,21 @@ from spec_serve.target.weights import CheckpointError, open_checkpoint
 def describe(path: Path) -> dict[str, Any]:
     """Facts about the model at a path, as JSON.
 
-    path: a GGUF file or a model directory. `quantisation` counts tensors by type, `parameters` is
-    the number of weights, `bytes` the size of the files of weights; `tokenizer` is null where there
-    is none. Raises CheckpointError where the weights or the configuration can't be read.
+    path: a GGUF file or a model directory. `quantisation` counts tensors by type, or by the method
+    that quantised them, `parameters` is the number of weights, `bytes` the size of the files of
+    weights; `tokenizer` is null where there is none. Raises CheckpointError where the weights or the configuration can't be read.
     """
     path = Path(path)
     checkpoint = open_checkpoint(path)
     try:
         config = checkpoint.config
         parameters = sum(prod(checkpoint.shape(name)) for name in checkpoint.names())
+        kinds = checkpoint.stored() if isinstance(checkpoint, QuantisedCheckpoint) else None
     finally:
         checkpoint.close()
     files = _weight_files(path)
-    infos = [info for file in files for info in _tensors(file)]
+    if kinds is None:
+        kinds = [info.type for file in files for info in _tensors(file)]
     return {
         "path": str(path),
         "container": "gguf" if files[0].suffix == ".gguf" else "safetensors",
@@ -43,7 +46,7 @@ def describe(path: Path) -> dict[str, Any]:
         "heads": config.get("num_attention_heads"),
         "kv_heads": config.get("num_key_value_heads"),
         "context": config.get("max_position_embeddings"),
-        "quantisation": dict(Counter(info.type for info in infos).most_common()),
+        "quantisation": dict(Counter(kinds).most_common()),
         "bytes": sum(file.stat().st_size for file in files),
         "embedding_rows": config.get("vocab_size"),
         **_tokenizer(path),

@@ -124,6 +124,13 @@ class QuantisedCheckpoint:
         """Names as in a plain checkpoint."""
         return list(self._names)
 
+    def stored(self) -> list[str]:
+        """How each tensor is stored: its type, or the method of a quantised matrix."""
+        return [
+            self.scheme.method if name in self._matrices else self._held.kind(name)
+            for name in self._names
+        ]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the plain tensor."""
         found = self._matrices.get(name)

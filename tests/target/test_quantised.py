@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_serve.target.config import ConfigError, ModelConfig
 from spec_serve.target.dequant import decode
+from spec_serve.target.describe import describe
 from spec_serve.target.model import load_model
 from spec_serve.target.native import load_native, unfit
 from spec_serve.target.quantised import LayoutError, gptq
@@ -46,6 +47,8 @@ def test_every_layout_is_read_exactly(tmp_path: Path, form: Format | Floats) -> 
             decode(raw, ggml, again)
             assert order is None and torch.equal(again.view(wanted.shape), wanted), name
     checkpoint.close()
+    name = str(form.config["quant_method"])
+    assert describe(tmp_path)["quantisation"] == {name: 7, "F32": 5}
 
 
 def test_the_models_are_those_of_the_plain_weights(tmp_path: Path) -> None:
@@ -69,7 +72,8 @@ def weights(**fields: Any) -> dict[str, Any]:
 def test_what_files_say_besides_is_let_be() -> None:
     """Fields as tools write them around what counts."""
     group = {"input_activations": {"num_bits": 8, "dynamic": True}, "output_activations": None}
-    more = {"sparsity_config": {}, "transform_config": {"config_groups": {}}, "kv_cache_scheme": {}}
+    more: dict[str, Any] = {"sparsity_config": {}, "kv_cache_scheme": {}}
+    more["transform_config"] = {"config_groups": {}}
     made = weights(strategy="group", group_size=128, block_structure=None, actorder="weight")
     made["config_groups"]["group_0"] |= group
     assert read_scheme({"quantization_config": made | more}) == Scheme("compressed-tensors")
