@@ -23,7 +23,8 @@ def describe(path: Path) -> dict[str, Any]:
 
     path: a GGUF file or a model directory. `quantisation` counts tensors by type, or by the method
     that quantised them, `parameters` is the number of weights, `bytes` the size of the files of
-    weights; `tokenizer` is null where there is none. Raises CheckpointError where the weights or the configuration can't be read.
+    weights; `tokenizer` is null where there is none. Raises CheckpointError where the weights or
+    the configuration can't be read.
     """
     path = Path(path)
     checkpoint = open_checkpoint(path)
