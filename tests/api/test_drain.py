@@ -164,13 +164,13 @@ def quiet(said: str) -> bool:
 
 def test_what_runs_may_finish_and_what_comes_is_refused() -> None:
     with echo_server({"pause": 0.02}, drain_s=60.0) as server:
-        streams = Streams(server, 150)
         with connect(server.ws, subprotocols=[Subprotocol(m.JSON)], proxy=None) as held:
             # Goes on until all has been looked at: without it the server might end before.
             wire = {"type": "generate", "gen": "g", "prompt": PROMPT, "ignore_eos": True}
             held.send(json.dumps(wire))
             while '"delta"' not in str(held.recv(60)):
                 pass
+            streams = Streams(server, 150)
             server.process.send_signal(signal.SIGTERM)
             until_it_drains(server)
             assert status(server, "/health") == 200
