@@ -105,7 +105,7 @@ def asked() -> list[Request]:
         {"frequency_penalty": 0.4, "logprobs": 2},
     ]  # fmt: skip
     given = prompts(len(more), 20, 40, seed=3)
-    return [request(p, 7, **kw) for p, kw in zip(given, more, strict=True)]  # type: ignore[arg-type]
+    return [request(p, 10, **kw) for p, kw in zip(given, more, strict=True)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["standalone", "eagle3"])
@@ -114,13 +114,14 @@ def test_steps_are_those_without_graphs(kind: str) -> None:
     twice = Twice(kind)
     plain, others = asked()[:2], asked()[2:]
     run(twice.engine, *plain)
-    run(twice.engine, *others)
+    if kind == "eagle3":
+        run(twice.engine, *others)
     assert twice.recorded.graphs is not None
     count = 2 * len(twice.recorded.graphs.tiers)
     replays = twice.capture.replays
     forwards, verdicts, drafts = sum(replays[:count:2]), sum(replays[1:count:2]), replays[count:]
     assert 0 < twice.given <= twice.steps - forwards
-    assert 0 < verdicts < forwards
+    assert 0 < verdicts <= forwards and (verdicts < forwards) == (kind == "eagle3")
     assert len(drafts) > 0 and 0 < sum(drafts) <= forwards
     # A chain of one, two or three guesses for one row is recorded at start, like the rest of it.
     assert len(twice.shares) == count // 2 + 1 + (3 if kind == "eagle3" else 0)
