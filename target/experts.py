@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spec_serve.kernels.grouped import Grouped, gathered, mixed
-from spec_serve.target.layers import MLP, Activation, Linear, can_pack
+from spec_serve.target.layers import MLP, Activation, Linear, can_pack, gated
 from spec_serve.target.sparse import ExpertsConfig
 
 
@@ -94,8 +94,7 @@ class PackedExperts:
 
         def run(expert: int, rows: Tensor) -> Tensor:
             gate_up, down = self._maps[expert]
-            gate, up = gate_up(rows).chunk(2, -1)
-            return down(self._act(gate).mul_(up))
+            return down(gated(gate_up(rows), self._act))
 
         return mixed(gathered(x, chosen, len(self._maps), run), weights)
 

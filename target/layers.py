@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -32,6 +33,9 @@ TIERS = ((8, 1), (16, 2), (64, 4), (128, 8), (256, 16), (512, 32))
 
 COARSEST = 64
 """What more rows than TIERS knows are rounded up to a multiple of."""
+
+WHOLE = 1 << 14
+"""Values up to which torch leaves an elementwise operation to one thread (GELU; others twice)."""
 
 EXPECTED = 8
 """Rows the packed layout is chosen for."""
@@ -220,6 +224,28 @@ class Attention:
         return self.out(mixed)
 
 
+def gated(y: Tensor, act: Activation) -> Tensor:
+    """act(gate) * up of y [N, 2I], the gate's outputs first: [N, I].
+
+    Vectorised functions round otherwise than what computes the rest beside whole vectors. Were a
+    row parted between threads, its bits would depend on how many rows there are.
+    """
+    gate, up = y.chunk(2, -1)
+    rows, inner = gate.shape
+    threads = torch.get_num_threads()
+    most = max(1, WHOLE // inner)
+    if rows <= most or threads == 1 or y.device.type != "cpu":
+        return act(gate).mul_(up)
+    made = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    # As many rows for each thread, if there are enough for all of them; then few at a time.
+    even = rows - rows % threads
+    first = even if even * inner >= 2 * WHOLE * threads else most
+    for start, stop in pairwise((0, *range(first, rows, most), rows)):
+        part = slice(start, stop)
+        torch.mul(act(gate[part]), up[part], out=made[part])
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class MLP:
     """down(act(gate(x)) * up(x)); `gate_up` maps to the gate's outputs, then the up's."""
@@ -230,8 +256,7 @@ class MLP:
 
     def __call__(self, x: Tensor, nodes: int | None = None) -> Tensor:
         """x: [N, H] -> [N, H]; padding is computed like all other rows."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.act(gate).mul_(up))
+        return self.down(gated(self.gate_up(x), self.act))
 
 
 @dataclass(frozen=True, slots=True)
