@@ -13,7 +13,7 @@ from spec_serve.cache.tree import chain, root
 from spec_serve.target.config import ConfigError, ModelConfig
 from spec_serve.target.experts import Mixture, Router, StackedExperts
 from spec_serve.target.latent import LatentAttention
-from spec_serve.target.layers import Linear, can_pack
+from spec_serve.target.layers import Linear, activation, can_pack, gated
 from spec_serve.target.model import load_model
 from spec_serve.target.sparse import ExpertsConfig
 from spec_serve.target.weights import open_checkpoint
@@ -115,6 +115,23 @@ def test_half_precision_follows_float32(family: str) -> None:
     assert got.isfinite().all()
     off = (got - wanted).abs().amax(1)
     assert off.median() < 0.05, off
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_threads_part_no_row_of_a_gate(name: str) -> None:
+    """A row's bits are the same with any company, with threads whose shares end amid a row."""
+    y = torch.randn(301, 1024, generator=torch.Generator().manual_seed(0)) * 3
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        whole = gated(y, activation(name))
+        for size in (1, 7, 100, 299, 300):
+            parts = [gated(part, activation(name)) for part in y.split(size)]
+            assert torch.equal(torch.cat(parts), whole)
+    finally:
+        torch.set_num_threads(threads)
+    gate, up = y.chunk(2, -1)
+    torch.testing.assert_close(whole, activation(name)(gate) * up)
 
 
 def router(logits: list[float], **options: Any) -> tuple[list[float], list[int]]:

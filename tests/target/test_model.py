@@ -15,15 +15,7 @@ from spec_serve.cache.pool import KVPool
 from spec_serve.cache.tree import TokenTree, chain, root
 from spec_serve.kernels.reference import TorchAttention
 from spec_serve.target.config import ConfigError
-from spec_serve.target.layers import (
-    FEWEST,
-    Linear,
-    RMSNorm,
-    activation,
-    can_pack,
-    gated,
-    tier,
-)
+from spec_serve.target.layers import FEWEST, Linear, RMSNorm, can_pack, tier
 from spec_serve.target.model import TargetOut, Transformer, load_model
 from tests.late import Late
 from tests.tiny import (
@@ -290,23 +282,6 @@ def test_linear_packs_without_changing_the_map(
         part = packed(x[:n])
         assert part.shape == (n, outputs)
         assert torch.equal(part, whole[:n]) or not can_pack(dtype)
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
-def test_threads_part_no_row_of_a_gate(name: str) -> None:
-    """A row's bits are the same with any company, with threads whose shares end amid a row."""
-    y = torch.randn(301, 1024, generator=torch.Generator().manual_seed(0)) * 3
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        whole = gated(y, activation(name))
-        for size in (1, 7, 100, 299, 300):
-            parts = [gated(part, activation(name)) for part in y.split(size)]
-            assert torch.equal(torch.cat(parts), whole)
-    finally:
-        torch.set_num_threads(threads)
-    gate, up = y.chunk(2, -1)
-    torch.testing.assert_close(whole, activation(name)(gate) * up)
 
 
 def test_tiers_are_few_and_close() -> None:
