@@ -155,6 +155,11 @@ SETTINGS: tuple[Setting, ...] = (
         choices=("16", "8"),
     ),
     Setting(
+        "kv-dtype", KERNELS, "text", "auto",
+        "K and V in compiled CPU kernels: int8 holds nearly twice the tokens, less exactly",
+        choices=("auto", "int8"),
+    ),
+    Setting(
         "adapt-folder", ADAPTING, "text", "",
         "keep token ids of this server's traffic there, for `spec-serve train --adapt`, and serve "
         "the better head it makes; empty = keep nothing", "DIR",

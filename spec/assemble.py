@@ -47,7 +47,8 @@ class EngineOptions:
     kv_fraction: share of the memory free after loading that the K/V store may take. max_nodes:
     guesses per row and step at most. speculation: what requests that say nothing get; off = none
     for any request, and no look-up or draft is kept. quantize: how plain weights are held by the
-    compiled model on a CPU; activations: bits it rounds activations to, 16 or 8. draft_taps: the
+    compiled model on a CPU; activations: bits it rounds activations to, 16 or 8; kv_dtype: auto or
+    int8, how it keeps K and V. draft_taps: the
     target's boundaries a head reads ("2,15,27"), where its own configuration is not to be followed.
     cuda_graphs: auto = steps are recorded at start where they can be, off = never. adapt_folder:
     where a better head than the one of `draft` may appear (spec/adapt.py), "" = nowhere.
@@ -68,6 +69,7 @@ class EngineOptions:
     block_events: int = 0
     quantize: str = "none"
     activations: str = "16"
+    kv_dtype: str = "auto"
     draft_taps: str = ""
     cuda_graphs: str = "auto"
     adapt_folder: str = ""

@@ -57,6 +57,8 @@ def check_options(options: EngineOptions) -> None:
         raise ValueError(f"speculation: must be auto, off or max, got {options.speculation!r}")
     if options.activations not in ("16", "8"):
         raise ValueError(f"activations: must be 16 or 8, got {options.activations!r}")
+    if options.kv_dtype not in ("auto", "int8"):
+        raise ValueError(f"kv-dtype: must be auto or int8, got {options.kv_dtype!r}")
     if options.cuda_graphs not in ("auto", "off"):
         raise ValueError(f"cuda-graphs: must be auto or off, got {options.cuda_graphs!r}")
     parse_taps(options.draft_taps)
@@ -93,12 +95,16 @@ def _load(
             reason = unfit(checkpoint, options.quantize)
             if not reason:
                 return load_native(
-                    checkpoint, 0, options.quantize, progress, activations=int(options.activations)
-                )
+                    checkpoint, 0, options.quantize, progress,
+                    activations=int(options.activations),
+                    kv=torch.int8 if options.kv_dtype == "int8" else torch.float16,
+                )  # fmt: skip
             if wanted:
                 raise ValueError(f"quantize: {path.name} can't be held so: {reason}")
         elif wanted:
             raise ValueError("quantize: only on a CPU, with dtype and attention left at auto")
+        if options.kv_dtype != "auto":
+            raise ValueError("kv-dtype: only compiled kernels on a CPU keep K and V as int8")
         return load_model(checkpoint, dtype, device, progress)
     finally:
         checkpoint.close()

@@ -1,9 +1,9 @@
 """The transformer of target/model.py as compiled code: quantised weights, one call per forward.
 
 `load_native` repacks a checkpoint's own quantisation for kernels/cpu; `NativeTransformer` stands
-where a `Transformer` does. K and V are kept in float16. A token's bits do not depend on what else a
-step computes (see kernels/cpu/csrc), so speculation on equals off here as well. Knows tensor names
-and blocks; not how a product is computed.
+where a `Transformer` does. K and V are kept in float16 or, if asked, in eight bits. A token's bits
+do not depend on what else a step computes (see kernels/cpu/csrc), so speculation on equals off here
+as well. Knows tensor names and blocks; not how a product is computed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from spec_serve.target.rope import inverse_frequencies
 from spec_serve.target.weights import Checkpoint
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+SCALE_BYTES = 4
 PLAIN_AS = "Q8_0"  # how a quantised file's few plain matrices are held
 
 
@@ -74,9 +75,11 @@ class Pace:
 class NativeTransformer:
     """A decoder-only transformer in compiled code, for inference on a CPU."""
 
-    def __init__(self, config: ModelConfig, pool: Pool, isa: str) -> None:
+    def __init__(
+        self, config: ModelConfig, pool: Pool, isa: str, kv: torch.dtype = torch.float16
+    ) -> None:
         self.config = config
-        self.dtype = torch.float16  # of K and V
+        self.dtype = kv  # of K and V
         self.device = torch.device("cpu")
         self.isa = isa
         self.quantisation = ""  # the commonest type of the matrices
@@ -94,9 +97,10 @@ class NativeTransformer:
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """K/V each layer keeps per token."""
+        """K/V each layer keeps per token; behind codes of eight bits lies their scale, a float."""
         config = self.config
-        return (KVSpec(config.kv_heads, config.head_dim, self.dtype),) * config.layers
+        width = config.head_dim + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+        return (KVSpec(config.kv_heads, width, self.dtype),) * config.layers
 
     @property
     def precision(self) -> str:
@@ -351,18 +355,20 @@ def load_native(
     progress: Progress | None = None,
     isa: str = "auto",
     activations: int = 16,
+    kv: torch.dtype = torch.float16,
 ) -> NativeTransformer:
     """Build the model a checkpoint describes from its quantised weights.
 
     threads: 0 = as many as torch has. quantize: how plain weights are held ("q8_0", "q4_0", ...).
-    activations: bits they are rounded to for the products, 8 or 16.
+    activations: bits they are rounded to for the products, 8 or 16. kv: of K and V, float16 or
+    int8 with a scale per token and head.
     Raises ConfigError naming the tensor or the reason (see `unfit`).
     """
     if reason := unfit(checkpoint, quantize):
         raise ConfigError(reason)
     config = ModelConfig.from_checkpoint_config(checkpoint.config)
     pool = Pool(threads or torch.get_num_threads())
-    model = NativeTransformer(config, pool, native.isa(isa))
+    model = NativeTransformer(config, pool, native.isa(isa), kv)
     found = layout(checkpoint, config)
     prefix = found.prefix
     total = sum(shape[0] * shape[1] for shape in found.shapes.values() if len(shape) == 2)
@@ -380,6 +386,7 @@ def load_native(
     raw.hidden, raw.intermediate, raw.vocab = config.hidden, config.intermediate, config.vocab
     raw.heads, raw.kv_heads, raw.head_dim = config.heads, config.kv_heads, config.head_dim
     raw.planes = activations // 8
+    raw.kv_eight = int(kv == torch.int8)
     raw.activation = ACTIVATIONS[config.activation]
     raw.eps, raw.attention_scale = config.eps, config.attention_scale
     raw.attention_softcap = config.attention_softcap or 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from spec_serve.draft.standalone import StandaloneDrafter
 from spec_serve.kernels.cpu.attention import NativeAttention
@@ -54,6 +55,18 @@ def test_case_01_every_quantisation(kind: str, temperature: float) -> None:
         made = on(draft, kind=kind)
         assert tokens(made, PROMPT, 40, **options) == expected, "cold"
         assert tokens(made, PROMPT, 40, **options) == expected, "cached"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_keys_and_values_of_eight_bits(temperature: float) -> None:
+    options = {"temperature": temperature, "seed": 7}
+    held = load_native(tiny_checkpoint(), 2, "q8_0", kv=torch.int8)
+    expected = tokens(engine(model=held), PROMPT, 40, **options)  # type: ignore[arg-type]
+    made = engine("lookup", model=held)  # type: ignore[arg-type]
+    drafter = StandaloneDrafter(near(), NativeAttention())
+    both = engine("near", model=held, draft=drafter, depth=3, width=2)  # type: ignore[arg-type]
+    for other in (made, made, both, both):  # cold and cached
+        assert tokens(other, PROMPT, 40, **options) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 5
+VERSION = 6
 ROWS, BLOCK = 16, 32
 MOST_GROUP = 16  # query heads per K/V head
 MOST_DIM = 256  # of a head
@@ -61,7 +61,8 @@ class Model(Structure):
         ("layers", POINTER(Layer)), ("count", c_int32), ("hidden", c_int32),
         ("intermediate", c_int32), ("heads", c_int32), ("kv_heads", c_int32),
         ("head_dim", c_int32), ("vocab", c_int32), ("planes", c_int32),
-        ("activation", c_int32), ("eps", c_float), ("attention_scale", c_float),
+        ("activation", c_int32), ("kv_eight", c_int32), ("eps", c_float),
+        ("attention_scale", c_float),
         ("attention_softcap", c_float), ("logit_softcap", c_float), ("embed_scale", c_float),
         ("norm", c_void_p), ("embedding", Matrix), ("head", Stack),
         ("rope", c_void_p), ("local_rope", c_void_p),

@@ -83,7 +83,7 @@ static std::vector<float> numbers(int count, float size) {
 }
 
 static void rest(const char* set, const Kernels& kernels) {
-  constexpr int kSize = 96, kDim = 64, kGroup = 3, kKeys = 70;
+  constexpr int kSize = 96, kDim = 64, kGroup = 3, kKeys = 70, kHeld = (kDim + 4) / 2;
   const Kernels& plain = generic_kernels();
   const std::vector<float> x = numbers(kSize, 4.0f), weight = numbers(kSize, 1.0f);
   std::vector<float> a(kSize), b(kSize);
@@ -127,6 +127,19 @@ static void rest(const char* set, const Kernels& kernels) {
   attend(plain, sums);
   attend(kernels, others);
   expect(close(sums, others), set, "attend");
+  std::vector<uint16_t> codes(kKeys * kHeld), others_codes(kKeys * kHeld);
+  for (int i = 0; i < kKeys; i++) {
+    plain.eights(&k[i * kDim], kDim, (int8_t*)&codes[i * kHeld]);
+    kernels.eights(&k[i * kDim], kDim, (int8_t*)&others_codes[i * kHeld]);
+  }
+  expect(codes == others_codes, set, "eights");
+  heads.k = heads.v = codes.data();
+  heads.stride = kHeld;
+  heads.eight = 1;
+  sums.assign(2 * size, 0.0f), others.assign(2 * size, 0.0f);
+  attend(plain, sums);
+  attend(kernels, others);
+  expect(close(sums, others), set, "attend to codes");
   int32_t first[4], second[4];
   std::vector<float> scores(4), found(4);
   for (float temperature : {0.0f, 0.7f}) {

@@ -144,6 +144,21 @@ def test_long_contexts_cross_segments_with_the_same_bits() -> None:
     assert torch.equal(rest, whole[250:])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_eight_bits_of_keys_and_values_keep_order_and_nearly_the_logits(family: str) -> None:
+    wanted, _ = Run(compiled(family)).prompt(TOKENS)
+    model = load_native(tiny_checkpoint(family), 2, "q8_0", kv=torch.int8)
+    assert {spec.bytes_per_slot for spec in model.kv_specs} == {2 * 2 * (16 + 4)}
+    found, _ = Run(model).prompt(TOKENS)
+    assert 1e-4 < ((found - wanted).norm() / wanted.norm()).item() < 0.01
+    step = Run(model)
+    parts = []
+    for i, token in enumerate(TOKENS):
+        parts.append(step(i, chain([token], given=1), [i + 1])[0])
+        step.pool.assign(0, i, [i + 1])
+    assert torch.equal(torch.cat(parts), found)
+
+
 def test_threads_change_no_bit() -> None:
     model = compiled("qwen3", threads=1)
     alone, _ = Run(model).prompt(TOKENS)

@@ -174,7 +174,7 @@ static void rows16(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
 const Kernels& avx2_kernels() {
   using namespace avx2;
   static const Kernels all = {linear, quantise, norm,  rotate, gate,
-                              halves, attend,   merge, dequantise_row, largest, pick};
+                              halves, eights, attend,   merge, dequantise_row, largest, pick};
   return all;
 }
 

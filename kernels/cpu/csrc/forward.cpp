@@ -270,23 +270,37 @@ class Runner {
         for (int64_t d = 0; d < dim; d++) head[d] *= m.attention_scale;
     }
     const float* k = y + m.heads * dim;
-    kernels_.halves(k, kept, s.k[index] + s.slots[i] * kept);
-    kernels_.halves(k + kept, kept, s.v[index] + s.slots[i] * kept);
+    if (!m.kv_eight) {
+      kernels_.halves(k, kept, s.k[index] + s.slots[i] * kept);
+      kernels_.halves(k + kept, kept, s.v[index] + s.slots[i] * kept);
+      return;
+    }
+    for (int h = 0; h < m.kv_heads; h++) {
+      const int64_t at = (s.slots[i] * m.kv_heads + h) * held();
+      kernels_.eights(k + h * dim, dim, (int8_t*)(s.k[index] + at));
+      kernels_.eights(k + kept + h * dim, dim, (int8_t*)(s.v[index] + at));
+    }
+  }
+
+  // Halves that a slot's K or V of one head take.
+  int64_t held() const {
+    return model_.kv_eight ? (model_.head_dim + 4) / 2 : (int64_t)model_.head_dim;
   }
 
   void attention(int thread, int index) {
     const Step& s = *step_;
     const Model& m = model_;
     const Layer& layer = m.layers[index];
-    const int64_t dim = m.head_dim, kept = (int64_t)m.kv_heads * dim;
+    const int64_t dim = m.head_dim, kept = m.kv_heads * held();
     const int group = m.heads / m.kv_heads;
     const int64_t q = (int64_t)m.heads * dim;
     // Segment k of a node: its positions k * kSegment .. + kSegment.
     team_.taken(thread, batches_ * m.kv_heads * segments_, [&](int64_t task) {
       const int64_t segment = task % segments_, kv = task / segments_ % m.kv_heads;
       const Batch& batch = batch_[task / segments_ / m.kv_heads];
-      Heads heads = {s.k[index] + kv * dim, s.v[index] + kv * dim, kept, group, (int)dim,
+      Heads heads = {s.k[index] + kv * held(), s.v[index] + kv * held(), kept, group, (int)dim,
                      m.attention_softcap};
+      heads.eight = m.kv_eight;
       heads.from = std::max(segment * kSegment - node_[batch.begin].first,
                             seen_from(layer, node_[batch.begin]));
       heads.common = batch.common;
@@ -349,7 +363,7 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int spec_native_version() { return 5; }
+EXPORT int spec_native_version() { return 6; }
 
 EXPORT const char* spec_native_isa(const char* wanted) { return native::name_of(wanted); }
 

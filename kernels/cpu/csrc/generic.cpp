@@ -77,7 +77,7 @@ static void linear(const Matrix& m, const Codes& x, int64_t tokens, float* out, 
 const Kernels& generic_kernels() {
   using namespace generic;
   static const Kernels all = {linear, quantise, norm,  rotate, gate,
-                              halves, attend,   merge, dequantise_row, largest, pick};
+                              halves, eights, attend,   merge, dequantise_row, largest, pick};
   return all;
 }
 

@@ -76,6 +76,7 @@ struct Model {
   int32_t count, hidden, intermediate, heads, kv_heads, head_dim, vocab;
   int32_t planes;      // of activation codes, 1 or 2
   int32_t activation;  // 0 silu, 1 gelu, 2 gelu by tanh
+  int32_t kv_eight;    // K and V are kept as Heads::eight says
   float eps, attention_scale, attention_softcap, logit_softcap, embed_scale;
   const float* norm;
   Matrix embedding;
@@ -90,7 +91,7 @@ struct Step {
   const int64_t *tokens, *positions, *slots, *row_of, *ancestors, *logits_at;
   const int64_t *node_ptr, *twig_ptr, *twig_slots, *row_ids, *prefix, *chain;
   const int64_t* table;
-  uint16_t* const* k;  // per layer [slots, kv_heads, head_dim] halves
+  uint16_t* const* k;  // per layer [slots, kv_heads, head_dim] halves, or codes (Model::kv_eight)
   uint16_t* const* v;
   const int32_t* taps;  // boundaries wanted
   int64_t tap_count;
@@ -123,6 +124,7 @@ struct Heads {
   Keys keys[kTogether];
   int64_t to[kTogether];       // end of the segment, or of the node's keys
   float* out[kTogether];       // [group][dim] sums, then [group] maxima, then [group] denominators
+  int32_t eight;  // not halves: codes of eight bits [dim] and their scale as a float, per slot and head
 };
 
 static inline int64_t slot_at(const Keys& keys, int64_t i) {
@@ -155,6 +157,7 @@ struct Kernels {
   void (*rotate)(float* x, const float* rotation, int64_t dim);
   void (*gate)(float* gate, const float* up, int64_t size, int activation);
   void (*halves)(const float* x, int64_t size, uint16_t* out);
+  void (*eights)(const float* x, int64_t size, int8_t* out);  // [size] codes, then the scale
   void (*attend)(const Heads&);
   void (*merge)(const float* parts, int64_t count, int64_t stride, int group, int dim, float* out);
   void (*dequantise_row)(const Matrix&, int64_t row, float* out);

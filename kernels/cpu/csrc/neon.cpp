@@ -14,6 +14,21 @@ namespace neon {
 constexpr int kMaxGroup = 16;
 typedef float f8 __attribute__((vector_size(32)));
 
+#define SPEC_PAIRS
+struct w8 {
+  float32x4_t low, high;
+};
+
+static inline w8 load_wide(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+
+static inline void store_wide(float* p, w8 v) { vst1q_f32(p, v.low), vst1q_f32(p + 4, v.high); }
+
+static inline w8 all_wide(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+
+static inline w8 fma8(w8 a, w8 b, w8 c) {
+  return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+}
+
 static inline f8 joined(float32x4_t low, float32x4_t high) {
   return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
 }
@@ -84,7 +99,7 @@ static inline void arrange(int8x16_t*) {}
 #include "neon.inl"
 
 static const Kernels kernels = {linear, quantise, norm,  rotate, gate,
-                                halves, attend,   merge, dequantise_row, largest, pick};
+                                halves, eights, attend,   merge, dequantise_row, largest, pick};
 
 }  // namespace neon
 

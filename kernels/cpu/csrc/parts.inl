@@ -9,6 +9,16 @@ static inline f8 load8(const float* p) { f8 v; __builtin_memcpy(&v, p, 32); retu
 static inline void store8(float* p, f8 v) { __builtin_memcpy(p, &v, 32); }
 static inline f8 all8(float x) { return f8{x, x, x, x, x, x, x, x}; }
 
+// Of the loops that take the time: two registers where none holds eight floats, since compilers make
+// memory of vectors that are wider than a register.
+#if !defined(SPEC_PAIRS)
+typedef f8 w8;
+
+static inline w8 load_wide(const float* p) { return load8(p); }
+static inline void store_wide(float* p, w8 v) { store8(p, v); }
+static inline w8 all_wide(float x) { return all8(x); }
+#endif
+
 #define SPEC_SHUFFLE __builtin_shufflevector
 
 static inline float sum8(f8 v) {  // a fixed tree of additions
@@ -216,10 +226,34 @@ static void halves(const float* x, int64_t size, uint16_t* out) {
   }
 }
 
+static void eights(const float* x, int64_t size, int8_t* out) {
+  f8 most = all8(0.0f);
+  for (int64_t i = 0; i < size; i += 8) {
+    const f8 v = size8(load8(x + i));
+    most = larger8(v, most);
+  }
+  const float peak = max8(most), inverse = peak > 0 ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
+  for (int64_t i = 0; i < size; i += 8)
+    store_codes(out + i, __builtin_convertvector(rounded8(load8(x + i) * all8(inverse)), i8));
+  __builtin_memcpy(out + size, &scale, 4);
+}
+
 // A node's keys are taken chunk by chunk of absolute positions, so that the order of every sum hangs
 // on positions alone: whether a key was cached or is part of the tree changes no bit.
-static inline void widen(const uint16_t* halves, int dim, float* out) {
-  for (int d = 0; d < dim; d += 8) store8(out + d, from_half8(halves + d));
+static inline void widen(const Heads& h, const uint16_t* held, float* out) {
+  if (!h.eight) {
+    for (int d = 0; d < h.dim; d += 8) store8(out + d, from_half8(held + d));
+    return;
+  }
+  const int8_t* codes = (const int8_t*)held;
+  float scale;
+  __builtin_memcpy(&scale, codes + h.dim, 4);
+  for (int d = 0; d < h.dim; d += 8) {
+    b8 narrow;
+    __builtin_memcpy(&narrow, codes + d, 8);
+    const f8 whole = __builtin_convertvector(__builtin_convertvector(narrow, i8), f8);
+    store8(out + d, whole * all8(scale));
+  }
 }
 
 // Scores of keys [begin, begin + count) of a chunk against the queries of nodes [node, end).
@@ -237,15 +271,17 @@ static inline void score(const Heads& h, int node, int end, const int64_t* slots
         if (i + 8 + j < known) __builtin_prefetch(h.k + slots[i + 8 + j] + d);
         __builtin_prefetch(h.v + slots[i + j] + d);
       }
-    for (int j = 0; j < 8; j++) widen(h.k + slots[i + (j < keys ? j : 0)], dim, wide[j]);
+    for (int j = 0; j < 8; j++) widen(h, h.k + slots[i + (j < keys ? j : 0)], wide[j]);
     for (int n = node; n < end; n++)
       for (int g = 0; g < group; g++) {
-        f8 acc[8] = {};
+        w8 acc[8] = {};
         for (int d = 0; d < dim; d += 8) {
-          const f8 q = load8(h.q[n] + g * dim + d);
-          for (int j = 0; j < 8; j++) acc[j] = fma8(q, load8(wide[j] + d), acc[j]);
+          const w8 q = load_wide(h.q[n] + g * dim + d);
+          for (int j = 0; j < 8; j++) acc[j] = fma8(q, load_wide(wide[j] + d), acc[j]);
         }
-        store8(scores[n * group + g] + begin + i, sums8(acc));
+        f8 each[8];
+        __builtin_memcpy(each, acc, sizeof each);
+        store8(scores[n * group + g] + begin + i, sums8(each));
       }
   }
 }
@@ -258,24 +294,25 @@ static inline void mix(const Heads& h, int node, int end, const int64_t* slots, 
   alignas(32) float wide[8][kMaxDim];
   for (int i = 0; i < count; i += 8) {
     const int keys = count - i < 8 ? count - i : 8;
-    for (int j = 0; j < keys; j++) widen(h.v + slots[i + j], dim, wide[j]);
+    for (int j = 0; j < keys; j++) widen(h, h.v + slots[i + j], wide[j]);
     for (int n = node; n < end; n++)
       for (int g = 0; g < group; g++) {
         const float* weight = scores[n * group + g] + begin + i;
         float* sums = h.out[n] + g * dim;
         if (keys == 8) {
-          f8 by[8];
-          for (int j = 0; j < 8; j++) by[j] = all8(weight[j]);
+          w8 by[8];
+          for (int j = 0; j < 8; j++) by[j] = all_wide(weight[j]);
           for (int d = 0; d < dim; d += 8) {
-            f8 acc = load8(sums + d);
-            for (int j = 0; j < 8; j++) acc = fma8(by[j], load8(wide[j] + d), acc);
-            store8(sums + d, acc);
+            w8 acc = load_wide(sums + d);
+            for (int j = 0; j < 8; j++) acc = fma8(by[j], load_wide(wide[j] + d), acc);
+            store_wide(sums + d, acc);
           }
         } else {
           for (int d = 0; d < dim; d += 8) {
-            f8 acc = load8(sums + d);
-            for (int j = 0; j < keys; j++) acc = fma8(all8(weight[j]), load8(wide[j] + d), acc);
-            store8(sums + d, acc);
+            w8 acc = load_wide(sums + d);
+            for (int j = 0; j < keys; j++)
+              acc = fma8(all_wide(weight[j]), load_wide(wide[j] + d), acc);
+            store_wide(sums + d, acc);
           }
         }
       }
