@@ -35,7 +35,8 @@ KINDS = ("ws", "ws-sync", "session", "session-sync", "grpc", "grpc-sync")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with echo_server({"run": 3, "pause": 0.001}) as running:
+    # Long: what is to be left or cancelled is not over before.
+    with echo_server({"run": 3, "pause": 0.001, "context": 1 << 16}) as running:
         yield running
 
 

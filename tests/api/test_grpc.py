@@ -24,7 +24,8 @@ MIXED = "a\U0001f600\u6f22\u5b57\u00e9\U0001f469\u200d\U0001f467z" * 4
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with echo_server({"run": 3, "pause": 0.001}) as running:
+    # Long: what is to be cancelled is not over before.
+    with echo_server({"run": 3, "pause": 0.001, "context": 1 << 16}) as running:
         yield running
 
 
@@ -131,7 +132,7 @@ BAD: list[tuple[pb.GenerateRequest, str]] = [
         pb.GenerateRequest(prompt="a", speculation=pb.Speculation(sources=["magic"])),
         "speculation.sources",
     ),
-    (pb.GenerateRequest(prompt="x" * 5000), "prompt"),
+    (pb.GenerateRequest(prompt="x" * 100_000), "prompt"),
     (pb.GenerateRequest(prompt="x", request_id="r" * 129), "request_id"),
 ]
 

@@ -152,7 +152,7 @@ def test_clients_that_vanish_at_every_event_leave_nothing_behind() -> None:
         made = stub.Session(iter([asked]), timeout=60)
         return [stub.Generate(endless, timeout=60), made, stub.WatchStats(pb.WatchStatsRequest())]
 
-    with echo_server({"run": 2, "pause": 0.001}) as server:
+    with echo_server({"run": 2, "pause": 0.001, "context": 1 << 16}) as server:
         with grpc.insecure_channel(server.grpc) as channel:
             stub: Any = pb_grpc.SpecServeStub(channel)
             steady = stub.Generate(pb.GenerateRequest(prompt="steady " * 150), timeout=60)

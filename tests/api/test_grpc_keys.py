@@ -23,7 +23,8 @@ KEY, OTHER, ADMIN = "k" * 24, "o" * 24, "a" * 24
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with echo_server(api_keys=[KEY], admin_key=ADMIN, reflection=False) as running:
+    engine = {"pause": 0.001, "context": 1 << 16}  # what is to be cancelled is not over before
+    with echo_server(engine, api_keys=[KEY], admin_key=ADMIN, reflection=False) as running:
         yield running
 
 

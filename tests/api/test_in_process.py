@@ -28,7 +28,7 @@ def test_programs_run_beside_the_engine() -> None:
 
 def test_answers_refusals_and_the_end() -> None:
     async def go() -> None:
-        engine = Echo(pause=0.001)
+        engine = Echo(pause=0.001, context=1 << 16)
         async with served(engine) as (server, _):
             async with InProcessClient(server.service) as client:
                 assert client.hello is not None and client.hello.models == ["echo"]

@@ -34,7 +34,8 @@ Params = vllm.SamplingParams
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with echo_server({"run": 3, "pause": 0.001}) as running:
+    # Long: what is to be cancelled is not over before.
+    with echo_server({"run": 3, "pause": 0.001, "context": 1 << 16}) as running:
         yield running
 
 
@@ -195,7 +196,7 @@ def test_what_gateways_ask_before_they_route(stub: Any, channel: grpc.Channel) -
     assert health.healthy
     model = stub.GetModelInfo(vllm.GetModelInfoRequest())
     assert (model.served_model_name, model.vocab_size, model.is_generation) == ("echo", 257, True)
-    assert list(model.eos_token_ids) == [256] and model.max_context_length == 4096
+    assert list(model.eos_token_ids) == [256] and model.max_context_length == 65536
     server = stub.GetServerInfo(vllm.GetServerInfoRequest())
     assert (server.server_type, server.max_num_seqs) == ("vllm-grpc", 4)
     assert load(stub).max_running_requests == 4

@@ -18,6 +18,7 @@ from spec_serve.api import websocket as module
 from spec_serve.api.proto import specserve_pb2 as pb
 from spec_serve.api.proto import specserve_pb2_grpc as pb_grpc
 from spec_serve.api.websocket_door import KEY_PROTOCOL, offered
+from tests.api.echo import Echo
 from tests.api.raw import raw
 from tests.api.serving import CODECS, served, until
 
@@ -152,7 +153,8 @@ def test_a_key_taken_away_ends_what_it_opened(tmp_path: Path) -> None:
     wire = {"gen": "g", "prompt": "x", "resumable": True, "ignore_eos": True}
 
     async def go() -> None:
-        async with served(api_key_file=str(file), grpc_port=0) as (server, url):
+        engine = Echo(pause=0.001, context=1 << 16)  # nothing ends by itself
+        async with served(engine, api_key_file=str(file), grpc_port=0) as (server, url):
             assert server.grpc is not None
             async with (
                 raw(url, m.JSON, wrapped(KEY)) as alice,

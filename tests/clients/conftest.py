@@ -17,7 +17,7 @@ from tests.tiny import write_tiny_model_dir
 @pytest.fixture(scope="session")
 def echo() -> Iterator[Running]:
     """Answers with the messages' text, three tokens a step."""
-    with echo_server({"pause": 0.001}) as server:
+    with echo_server({"pause": 0.001, "context": 1 << 16}) as server:
         yield server
 
 
