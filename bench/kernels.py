@@ -105,7 +105,7 @@ def compiled_report(model: NativeTransformer, args: argparse.Namespace) -> dict[
 
 def _shown(record: dict[str, Any]) -> dict[str, object]:
     return {
-        name: f"{value * 100:.0f} %" if name in ("memory", "arithmetic") else value
+        name: f"{value * 100:.0f} %" if value and name in ("memory", "arithmetic") else value
         for name, value in record.items()
     }
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -130,10 +131,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             records.append({"computed by": "torch, float32", "perplexity": perplexity(exact, held),
                             "logits off": 0.0})  # fmt: skip
         torch.set_num_threads(1)
-        for bits in args.activations:
-            model = load_native(checkpoint, args.threads, isa=args.isa, activations=bits)
+        for bits, kv in product(args.activations, args.kv_dtype):
+            model = load_native(
+                checkpoint, args.threads, isa=args.isa, activations=bits, kv=getattr(torch, kv)
+            )
             found = judged(model, held)
-            records.append({"computed by": f"kernels, {model.isa}, activations of {bits} bits",
+            records.append({"computed by": f"kernels, {model.isa}, {bits} bits, K/V {kv}",
                             "perplexity": perplexity(found, held),
                             "logits off": error(found, exact) if exact else None})  # fmt: skip
     finally:
@@ -152,7 +155,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", default="smollm2-135m-instruct", help="a quantised model")
     parser.add_argument("--text", default="", help="a file; default: one that is built in")
     parser.add_argument("--context", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--activations", type=int, nargs="*", choices=(8, 16), default=[16, 8])
+    parser.add_argument("--activations", type=int, nargs="*", choices=(8, 16), default=[16, 8],
+                        help="bits of activations")  # fmt: skip
+    parser.add_argument("--kv-dtype", nargs="+", choices=("float16", "int8"), default=["float16"])
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-float32", action="store_true", help="leave the reference out")
