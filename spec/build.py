@@ -160,8 +160,10 @@ class Builder:
         """
         parts = self._parts(picked)
         plan = self._plan(picked)
-        salts = Counter(row.request.salt for row, _ in picked)
-        self._shared = {salt for salt, rows_of in salts.items() if rows_of > 1}
+        self._shared = set()
+        if len(picked) > 1:
+            salts = Counter(row.request.salt for row, _ in picked)
+            self._shared = {salt for salt, rows_of in salts.items() if rows_of > 1}
         job, rows, starved = self._grant(parts, plan)
         if starved is not None and (plan.nodes or any(part.keep for part in parts)):
             self.undo(rows)
