@@ -79,15 +79,15 @@ def test_text_streams_and_guesses_show(patient: Reader) -> None:
 
 def test_stop_keeps_what_came(patient: Reader) -> None:
     page = patient.open()
-    say(page, "long 4000")
+    say(page, "long 9900")
     expect(answers(page)).to_contain_text("quick brown")
     page.locator("#input").press("Escape")
     done(page)
     expect(answers(page)).to_contain_text("Stopped.")
     kept = answers(page).locator(".body").inner_text()
-    assert 0 < len(kept) < 4000
+    assert 0 < len(kept) < 9900
     expect(page.get_by_role("button", name="Continue")).to_be_visible()
-    say(page, "long 4000")
+    say(page, "long 9900")
     page.get_by_role("button", name="Stop", exact=True).click()
     done(page, 2)
 

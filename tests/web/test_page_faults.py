@@ -45,8 +45,8 @@ def test_a_dropped_socket_is_taken_up_again(patient: Reader) -> None:
           new MutationObserver(tell).observe(said, { childList: true });
         }"""
     )
+    ours.close(code=4001)  # first: what the page says to a closed one is complained of
     theirs.close(code=4001)
-    ours.close(code=4001)
     holds(page, "told.some((text) => text)")
     expect(page.locator("#connection")).to_be_empty()
     done(page)
@@ -96,7 +96,7 @@ def test_two_tabs_share_one_store(patient: Reader) -> None:
     done(one)
     two.locator(".chat-name").click()
     expect(two.locator(".message")).to_have_count(2)
-    say(one, "long 5000")
+    say(one, "long 9900")
     # The other tab sees the answer grow and may not write meanwhile.
     expect(answers(two).nth(1)).to_contain_text("quick brown")
     expect(two.locator("#input")).to_have_attribute("placeholder", re.compile("another tab"))
@@ -110,8 +110,8 @@ def test_two_tabs_share_one_store(patient: Reader) -> None:
     done(two, 3)
     done(one, 3)
     texts = [row[4] for row in stored(one)]
-    assert texts[:3] == ["from the first", "from the first", "long 5000"]
-    assert long_text(5000).startswith(texts[3]) and texts[4:] == ["not now", "not now"]
+    assert texts[:3] == ["from the first", "from the first", "long 9900"]
+    assert long_text(9900).startswith(texts[3]) and texts[4:] == ["not now", "not now"]
     # Both at once, each in its own conversation.
     for page, text in ((one, "a1"), (two, "b2")):
         page.get_by_role("button", name="New conversation").click()
@@ -168,7 +168,7 @@ def test_a_duplicated_tab_is_a_tab_of_its_own(reader: Reader) -> None:
 
 def test_a_closed_tabs_answer_is_taken_over(patient: Reader) -> None:
     one, two = patient.open(), patient.open()
-    say(one, "long 5000")
+    say(one, "long 9900")
     expect(answers(one)).to_contain_text("quick brown")
     two.locator(".chat-name").click()
     stored(one)  # comes after what that page is storing: whom to ask for the rest
@@ -178,12 +178,12 @@ def test_a_closed_tabs_answer_is_taken_over(patient: Reader) -> None:
     two.locator("#stop").click()
     done(two)
     text = stored(two)[1][4]
-    assert text == long_text(5000)[: len(text)] and len(text) > 100
+    assert text == long_text(9900)[: len(text)] and len(text) > 100
 
 
 def test_a_tab_whose_lease_ran_out_gives_way(patient: Reader) -> None:
     one, two = patient.open(), patient.open()
-    say(one, "long 8000")
+    say(one, "long 9900")
     expect(answers(one)).to_contain_text("quick brown")
     two.locator(".chat-name").click()
     expect(two.locator("#input")).to_have_attribute("placeholder", re.compile("another tab"))
@@ -198,7 +198,33 @@ def test_a_tab_whose_lease_ran_out_gives_way(patient: Reader) -> None:
     done(one)
     expect(answers(one)).to_contain_text("Stopped.")
     text = stored(one)[1][4]
-    assert long_text(8000).startswith(text) and len(text) > 100
+    assert long_text(9900).startswith(text) and len(text) > 100
+
+
+LATE = """async () => {
+  const app = document.querySelector("script[type=module]").src;
+  const { Store } = await import(app.replace("app.js", "store.js"));
+  const [one, two] = ["one", "two"].map((tab) => {
+    const made = new Store({ onchange() {}, ontrouble(error) { throw error; } });
+    made.ownName = async () => { made.tab = tab; };
+    return made;
+  });
+  await one.open();
+  await two.open();
+  const message = { id: "m0", at: 0, role: "assistant", text: "", state: "writing" };
+  const writer = { tab: "two", until: Date.now() + 5000 };
+  const live = { gen: "g", seq: 0, token: "t" };
+  const change = (chat) => { chat.writer = writer; };
+  await one.change("late", { add: [{ ...message, live }], change });
+  const said = [await two.progress("late", { ...message, text: "whole", state: "stopped" })];
+  said.push(await one.progress("late", { ...message, text: "half", state: "lost" }));
+  return [said, (await one.messages("late"))[0].text];
+}"""
+
+
+def test_a_tab_that_learns_late_of_its_loss_overwrites_nothing(reader: Reader) -> None:
+    """The other one has gone on with the answer, and ended it."""
+    assert reader.open().evaluate(LATE) == [["kept", "taken"], "whole"]
 
 
 HOSTILE = (
@@ -411,7 +437,7 @@ def test_a_browser_that_keeps_nothing_can_still_talk(reader: Reader) -> None:
 
 def test_editing_while_an_answer_is_written_stops_it(patient: Reader) -> None:
     page = patient.open()
-    say(page, "long 5000")
+    say(page, "long 9900")
     expect(answers(page)).to_contain_text("quick brown")
     page.locator(".message.user").get_by_role("button", name="Edit").click()
     page.get_by_label("Edit your message").fill("short")

@@ -77,7 +77,7 @@ def test_everything_has_a_name(reader: Reader) -> None:
 
 def test_a_screen_reader_hears_paragraphs_and_not_tokens(patient: Reader) -> None:
     page = patient.open()
-    say(page, "long 5000")
+    say(page, "long 9900")
     article = page.locator(".message.assistant")
     expect(article).to_have_attribute("aria-busy", "true")
     # What still changes is silent; what is added to the log is finished.

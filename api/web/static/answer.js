@@ -112,9 +112,11 @@ export class Answer {
     delete message.live;
     if (this.view) { this.view.message = message; this.view.finish(); }
     if (!message.unsaved) {
-      this.store.progress(this.chat, message, "changed").then(
-        () => this.link.ack(this.gen, this.seq), (trouble) => this.store.ontrouble(trouble),
-      );
+      this.store.progress(this.chat, message, "changed").then((said) => {
+        if (said === "kept") return this.link.ack(this.gen, this.seq);
+        this.left = true;  // another tab has gone on with it: what that wrote is shown
+        this.on.over(this);
+      }, (trouble) => this.store.ontrouble(trouble));
     }
     this.on.over(this);
     this.ended?.();

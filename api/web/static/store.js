@@ -166,10 +166,10 @@ export class Store {
   }
 
   // Writes one message that exists, and renews this tab's lease on the chat: "kept". Or "taken" if
-  // another tab writes there now, "gone" if the message or the chat is.
+  // another tab writes there now or has written its end, "gone" if the message or the chat is.
   async progress(id, message, what = "progress") {
     const judged = (chat, held) =>
-      !chat || held?.id !== message.id ? "gone" : chat.writer && chat.writer.tab !== this.tab ? "taken" : "kept";
+      !chat || held?.id !== message.id ? "gone" : !held.live || (chat.writer && chat.writer.tab !== this.tab) ? "taken" : "kept";
     const lease = message.live ? { tab: this.tab, until: Date.now() + LEASE_MS } : null;
     if (!this.database) {
       const chat = this.memory.chats.get(id), list = this.memory.messages.get(id);
