@@ -106,7 +106,8 @@ def plain_ids(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 
 
 def info(server: Server) -> Any:
-    return httpx.get(server.http + "/server_info", trust_env=False, verify=False).json()["stats"]
+    url = server.http + "/server_info"
+    return httpx.get(url, timeout=60, trust_env=False, verify=False).json()["stats"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -308,7 +309,7 @@ def test_case_15_ids_outside_the_vocabulary_are_refused_by_name(
             refused += 1
         assert refused == (4 if transport == "grpc" else len(BAD_IDS))
         assert beside.result(60).told == alone.told
-    assert httpx.get(server.health, trust_env=False, verify=False).status_code == 200
+    assert httpx.get(server.health, timeout=60, trust_env=False, verify=False).status_code == 200
     assert ask(server, transport, mode="max", **asked).told == alone.told
 
 
