@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -24,9 +24,10 @@ from tests.tiny import write_tiny_model_dir
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TURNS = [{"role": "user", "content": "Is ice cold? Reply as JSON."}]
 FLAGS = ("--max-context", "1536", "--kv-tokens", "8000", "--max-rows", "8")
-# Some of these take minutes where nothing bounds them; a busy machine takes seconds for any.
-MOST_S = 120.0  # for an answer to any of them
-MOST_GAP_S = 20.0  # between two steps of the stream
+# Seconds of the server's processor time, which other programs don't stretch. Some of these take
+# minutes where nothing bounds them.
+MOST_S = 5.0  # until any of them is answered, the stream's steps included
+MOST_GAP_S = 1.5  # between two steps of the stream
 MOST_BYTES = 500 << 20
 
 
@@ -108,18 +109,25 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 def test_case_19_hostile_constraints_freeze_nobody(server: Server) -> None:
-    """Each twice at once beside a stream: answered within seconds, with 400 or with a text."""
+    """Each twice at once beside a stream: answered after little work, with 400 or with a text."""
+    host = psutil.Process(server.process.pid)
     times: list[float] = []
     ended = [False]
+
+    def spent() -> float:
+        total = sum(host.cpu_times()[:2])
+        for child in host.children():  # an engine in a process of its own is one
+            with suppress(psutil.NoSuchProcess):
+                total += sum(child.cpu_times()[:2])
+        return total
 
     def stream() -> None:
         with SyncClient(server.ws) as client:
             while not ended[0]:
                 for _ in client.generate(prompt="abc", max_tokens=400, ignore_eos=True, ids=True):
-                    times.append(time.monotonic())
+                    times.append(spent())
 
-    engine = psutil.Process(server.process.pid)
-    before = memory(engine)
+    before = memory(host)
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(stream)
         try:
@@ -127,9 +135,9 @@ def test_case_19_hostile_constraints_freeze_nobody(server: Server) -> None:
                 path = CHAT if "response_format" in fields else TEXT
                 body = {"max_tokens": 4, **fields}
                 body |= {"messages": TURNS} if path == CHAT else {"prompt": "a"}
-                begun = time.monotonic()
+                begun = spent()
                 answers = [*pool.map(lambda one: post(server, *one), [(path, body)] * 2)]
-                took = time.monotonic() - begun
+                took = spent() - begun
                 for answer in answers:
                     assert answer.status_code in (200, 400), (name, answer.text[:300])
                     if answer.status_code == 400:
@@ -142,7 +150,7 @@ def test_case_19_hostile_constraints_freeze_nobody(server: Server) -> None:
             ended[0] = True
         running.result(60)
     assert max(later - sooner for sooner, later in zip(times, times[1:], strict=False)) < MOST_GAP_S
-    assert memory(engine) - before < MOST_BYTES
+    assert memory(host) - before < MOST_BYTES
 
 
 def memory(process: psutil.Process) -> int:
