@@ -68,7 +68,7 @@ class Builder:
         computes = pool is not None and pool.device.type == "cpu"
         self._stakes = Stakes(cost, max_nodes, computes)
         self._built: list[Part] = []  # of the job built last
-        self._shared: set[str] = set()  # salts of which it has several rows
+        self._kin: set[int] = set()  # beginnings of which it has several rows (Row.kin)
 
     def grow_always(self, depth: int, width: int) -> None:
         """Have the device drafter grow trees of this shape every step, whether it pays or not."""
@@ -160,10 +160,10 @@ class Builder:
         """
         parts = self._parts(picked)
         plan = self._plan(picked)
-        self._shared = set()
+        self._kin = set()
         if len(picked) > 1:
-            salts = Counter(row.request.salt for row, _ in picked)
-            self._shared = {salt for salt, rows_of in salts.items() if rows_of > 1}
+            rows_of = Counter(row.kin for row, _ in picked)
+            self._kin = {kin for kin, count in rows_of.items() if count > 1}
         job, rows, starved = self._grant(parts, plan)
         if starved is not None and (plan.nodes or any(part.keep for part in parts)):
             self.undo(rows)
@@ -379,7 +379,7 @@ class Builder:
         self.store.commit(kv, tokens, kept, (following,))
         row.next_slot = following if following != TRASH else 0
         row.replay = False
-        if row.request.salt in self._shared and row.sources is not None:
+        if row.kin in self._kin and row.sources is not None:
             self._tell(row)
         if job.drafting and any(part.b == b for part in job.drafting):
             self.store.mark_drafted([*kv.slots[row.drafted :], following])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spec_serve.cache.tree import TokenTree
 
 BEHIND = "/behind"  # ends the kind of guesses that follow forced tokens: apart in the calibration
+BEGINNING = 48  # tokens, a little more than a chat template writes of itself
 
 
 # A device drafter's tree: tokens, parents (-1 = the newest token), log-probabilities of paths.
@@ -38,12 +39,13 @@ class Row:
     the last cached token, run again for its logits. drafted: leading tokens with draft K/V. walk:
     its place in the request's constraint, if it has one. owner: the request whose `segment`-th
     generation this is, which is `request` itself for the first; before: usage of the one before.
+    kin: alike in rows of one salt and beginning, which are likely to say the same.
     """
 
     __slots__ = (
         "accepted_prediction", "admitted", "arrived", "before", "cached", "candidates",
-        "device_tree", "drafted", "ends", "filed", "first_token", "guessed", "idle", "index", "kv",
-        "last_token", "leader", "limit", "next_slot", "order", "owner", "prompt_len",
+        "device_tree", "drafted", "ends", "filed", "first_token", "guessed", "idle", "index", "kin",
+        "kv", "last_token", "leader", "limit", "next_slot", "order", "owner", "prompt_len",
         "prompt_scored", "purse", "rejected_prediction", "replay", "request", "rest", "sampling",
         "scored", "segment", "shadow", "shared", "source_of", "sources", "steps", "told",
         "tokens", "tree", "trunk", "trust", "walk", "watch", "watch_from",
@@ -87,6 +89,7 @@ class Row:
         self.steps = 0
         self.sources: list[Source] | None = None
         self.told = 0  # tokens its look-ups know
+        self.kin = hash((request.salt, *request.prompt[:BEGINNING]))
         self.filed = 0  # and of these, those that rows beside it can look up
         self.device_tree: Grown | None = None
         self.candidates: Candidates | None = None
